@@ -16,7 +16,7 @@ Or run the steps individually:
 
 Public names are imported on first use, so `import firstlight` itself is fast. It sets the
 environment variable GOMP_SPINCOUNT and, on a machine with an NVIDIA GPU, PYTORCH_ALLOC_CONF. torch
-reads both variables when it is imported.
+reads these variables when it is imported.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Messages and progress bars on stderr, and formatting and parsing of numbers and durations.
+"""Print messages and progress bars on stderr, and format and parse numbers and durations.
 
 Notebooks display stderr as errors, so messages are shown as cell output there. stdout is reserved
-for results: generated text, tables, or the JSON object that `--json` prints (see `cli/output.py`).
+for results such as generated text, tables, or the JSON object that `--json` prints.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ def console() -> Console:
 
 
 def notebook_display() -> Callable[..., Any] | None:
-    """Return IPython's `display` function inside a notebook kernel, or None elsewhere."""
-    # In a notebook, IPython is already imported.
+    """Return IPython's `display` function inside a notebook kernel, and None elsewhere."""
+    # In a notebook, IPython has already been imported.
     interactive = sys.modules.get("IPython")
     shell = interactive.get_ipython() if interactive is not None else None
     if getattr(shell, "kernel", None) is None:
@@ -46,9 +46,9 @@ def notebook_display() -> Callable[..., Any] | None:
 def say(message: str, *, end: str = "\n") -> None:
     """Print a message to stderr, followed by `end`.
 
-    The message is printed as plain text: markup is not interpreted, and control characters are
-    replaced (see `visible`). If stderr is not writable, for example because a pipe or terminal was
-    closed, the program continues without messages.
+    The message is printed as plain text. Markup is not interpreted, and `visible` replaces control
+    characters. If stderr is not writable, for example because a pipe or terminal was closed, the
+    program continues without messages.
     """
     message = visible(message)
     if (display := notebook_display()) is not None:
@@ -62,16 +62,17 @@ def say(message: str, *, end: str = "\n") -> None:
 
 def silence() -> None:
     """Discard all further output to stderr."""
-    with contextlib.suppress(OSError, ValueError):  # ValueError: the stream has no descriptor
+    with contextlib.suppress(OSError, ValueError):  # ValueError: the stream has no file descriptor
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, sys.stderr.fileno())
         os.close(nowhere)
 
 
 def progress_bar(*columns: ProgressColumn, shown: bool = True) -> Progress:
-    """Return a progress bar on stderr with description, percentage, `columns` and remaining time.
+    """Return a progress bar on stderr that shows a description, the percentage, `columns` and the
+    remaining time.
 
-    The bar is shown only in a terminal. If stderr is a log file, the caller prints messages
+    The bar is shown only in a terminal. If stderr is a log file, the caller should print messages
     instead.
     """
     target = console()
@@ -87,8 +88,8 @@ def progress_bar(*columns: ProgressColumn, shown: bool = True) -> Progress:
     )
 
 
-#: Format characters that do not affect other text: joiners, which many scripts and emoji need; the
-#: soft hyphen; Arabic and Syriac number signs; and the tags of flag emoji.
+#: Format characters that do not affect other text. They are the joiners that many scripts and emoji
+#: need, the soft hyphen, Arabic and Syriac number signs, and the tags of flag emoji.
 _HARMLESS = re.compile("[\u200c\u200d\u00ad\u0600-\u0605\u06dd\u070f\U000e0020-\U000e007f]")
 #: Unicode categories of control and format characters, surrogates, and line and paragraph
 #: separators.
@@ -148,8 +149,8 @@ def gib(size: float, beside: float = 0) -> str:
 
     Args:
         size: size in bytes.
-        beside: another size in bytes that is shown next to `size`. The larger of the two determines
-            the unit, so that both have the same unit.
+        beside: a second size in bytes that is shown next to `size`. The larger of the two
+            determines the unit, so that both are shown in the same unit.
     """
     count = size / 2**30
     if max(size, beside) >= 2**30:
@@ -210,7 +211,7 @@ def rounded(value: float) -> str:
 
 
 def counted(count: float, noun: str, form: str = ",") -> str:
-    """Format a number with its noun in the singular or plural: '2 shards' for 2 and "shard".
+    """Format a number with a noun in the singular or plural: 2 and "shard" -> '2 shards'.
 
     `form` is the format specification of the number.
     """

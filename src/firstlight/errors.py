@@ -1,4 +1,4 @@
-"""The errors that firstlight raises for its users.
+"""Errors that firstlight raises for its users.
 
 Each message describes what is wrong, where, and how to fix it. The command line prints it as one
 line and exits with `exit_code`.
@@ -23,12 +23,12 @@ import errno
 import re
 from collections.abc import Iterable
 
-#: Exit code of `firstlight train` for a run that was stopped early and saved a checkpoint; the same
-#: command resumes it (EX_TEMPFAIL in sysexits.h).
+#: Exit code of `firstlight train` for a run that was stopped early and saved a checkpoint; running
+#: the same command again resumes it (EX_TEMPFAIL in sysexits.h).
 STOPPED_EXIT_CODE = 75
 #: Exit code of `firstlight train` for a run that diverged.
 DIVERGED_EXIT_CODE = 76
-#: Advice in the messages about a diverged run.
+#: Advice that is part of each message about a diverged run.
 DIVERGED_REMEDY = "lower optimizer.learning_rate or lengthen schedule.warmup_steps"
 
 #: Maximum number of characters in a message. Longer messages are shortened, because a message can
@@ -64,7 +64,9 @@ class TokenizerError(FirstlightError):
 
 
 class DataError(FirstlightError):
-    """Token shards that are missing, damaged, empty, too short or made with another tokenizer."""
+    """Token shards that are missing, damaged, empty, too short or made with a different
+    tokenizer.
+    """
 
 
 class ModelError(FirstlightError):
@@ -84,11 +86,11 @@ class StorageError(FirstlightError):
 
 
 class TrainingError(FirstlightError):
-    """A run that can't continue; its last good checkpoint is untouched."""
+    """A run that can't continue. Its last good checkpoint is untouched."""
 
 
 class RunReplacedError(Exception):
-    """Raised by the `on_step` callback of a run to end the run because another run will replace it.
+    """Raised by a run's `on_step` callback to end the run, because another run will replace it.
 
     The exception has no effect if a signal has already stopped the run. In that case the run saves
     a checkpoint and ends as usual.
@@ -105,8 +107,8 @@ class MissingDependencyError(FirstlightError):
         self._asked = (package, extra, purpose)
 
     def __reduce__(self) -> tuple[type[MissingDependencyError], tuple[str, str, str]]:
-        # Without this, unpickling in another process would call the constructor with the message as
-        # its only argument and fail.
+        # Without this method, unpickling in another process would call the constructor with the
+        # message as its only argument, and fail.
         return type(self), self._asked
 
 
@@ -129,17 +131,18 @@ def nearest(word: str, known: Iterable[str], likeness: float = 0.5) -> str:
         likeness: minimum similarity, a `difflib` ratio from 0 to 1.
     """
     names = list(known)
-    # "every" should suggest "every_steps", although "keep_every" is closer by edit distance.
+    # The word "every" should suggest "every_steps", although "keep_every" is closer by edit
+    # distance.
     begun = [name for name in names if name.startswith(f"{word}_")]
     match = difflib.get_close_matches(word, begun or names, n=1, cutoff=likeness)
     return f" (did you mean '{match[0]}'?)" if match else ""
 
 
 def describe_os_error(error: OSError) -> str:
-    """Describe an error in one line: the failure, the path and, for common errors such as a full
-    disk or a denied permission, a remedy."""
-    # Users don't know the temporary file (see files/atomic.py), so name the final file instead. For
-    # a copy, `filename2` is the target.
+    """Describe an error in one line that names the failure and the path. For common errors, such as
+    a full disk or a denied permission, also suggest a remedy."""
+    # Users don't know about the temporary files that `files/atomic.py` writes, so name the final
+    # file instead. For a copy, `filename2` is the target.
     path = error.filename2 or error.filename or ""
     name = re.sub(r"\.tmp-([^/]+)-[0-9a-f]{8}", r"\1", str(path))
     where = f" at {name}" if name else ""
@@ -161,8 +164,8 @@ def describe_os_error(error: OSError) -> str:
 def describe_read_error(error: OSError) -> str:
     """Describe an error that occurred while reading an input file.
 
-    The description is the same as that of `describe_os_error`, except for a denied permission: the
-    advice is to make the file readable.
+    The description is the same as that of `describe_os_error`, except for a denied permission. In
+    this case, the advice is to make the file readable.
     """
     if error.errno in (errno.EACCES, errno.EPERM):
         where = f" at {error.filename}" if error.filename else ""
@@ -170,8 +173,8 @@ def describe_read_error(error: OSError) -> str:
     return describe_os_error(error)
 
 
-#: Phrases, in lower case, in out-of-memory errors of torch, C++, cuBLAS, cuDNN, oneDNN and the
-#: dynamic linker.
+#: Phrases that occur in out-of-memory errors of torch, C++, cuBLAS, cuDNN, oneDNN and the dynamic
+#: linker, in lower case.
 _LACK_OF_MEMORY = (
     "out of memory",
     "can't allocate memory",
@@ -189,10 +192,10 @@ def lacks_memory(error: BaseException) -> bool:
     if isinstance(error, MemoryError):
         return True
     if isinstance(error, OSError) and error.errno is not None:
-        # The error text can contain a file name, so only the error number is checked.
+        # Check only the error number, because the error text can contain a file name.
         return error.errno == errno.ENOMEM
     # oneDNN reports errors about a "primitive descriptor" for unsupported operators or dtypes, not
-    # for memory.
+    # for a lack of memory.
     text = str(error).lower().replace("primitive descriptor", "")
     return isinstance(error, RuntimeError | ImportError | OSError) and any(
         part in text for part in _LACK_OF_MEMORY

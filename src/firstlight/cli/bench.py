@@ -23,17 +23,17 @@ C = TypeVar("C", bound=Callable[..., Any])
 #: Decorator that adds the options of a class in `firstlight.bench.rows`; see `config_options`.
 bench_options = functools.partial(config_options, only_on=True)
 
-#: Options shared by the benchmarks that train for a few steps, listed before the benchmark-specific
-#: options.
+#: Options shared by the benchmarks that train for a few steps. In --help, they are listed before
+#: the options of the benchmark itself.
 STEPS_OPTIONS = ("model", "seq_len", "micro_batch_size", "steps", "repeats")
 
 
 def out_option(name: str, default: str | None = None) -> Callable[[C], C]:
-    """Return a decorator that adds --out, the folder of the results.
+    """Return a decorator that adds the option --out, the folder for the results.
 
     Args:
-        name: name of the files, without suffix.
-        default: default folder; None if no files are written by default.
+        name: name of the result files, without suffix.
+        default: default folder; None to write no files by default.
     """
     return path_option(
         "--out",
@@ -50,18 +50,18 @@ def publish(
     show_result: Callable[[Result], None],
     draw: Callable[[Result], bytes | dict[str, bytes]],
 ) -> Result:
-    """Run a benchmark, print its tables and write its files. If `measure` is interrupted, the
-    results so far are printed and written.
+    """Run a benchmark, print its tables and write its result files. If `measure` is interrupted,
+    the results obtained so far are printed and written.
 
     Args:
-        name: name of the files in `out`, without suffix. The JSON file is rewritten after every
-            measurement.
-        out: folder of the files; None to write no files.
+        name: name of the result files in `out`, without suffix. The JSON file is rewritten after
+            every measurement.
+        out: folder for the result files; None to write no files.
         measure: function that runs the benchmark. It calls its argument with each intermediate
             result.
         show_result: function that prints the tables of a result.
-        draw: function that draws a result. It returns the bytes of a PNG file, or those of several
-            PNG files, keyed by file name.
+        draw: function that draws a result. It returns the bytes of a single PNG file, or a dict
+            from file name to bytes for several files.
 
     Returns:
         The last result.
@@ -87,7 +87,7 @@ def publish(
     return result
 
 
-#: Benchmarks that exist only in a source checkout.
+#: Names of benchmarks that exist only in a source checkout.
 _IN_CHECKOUT = (
     "loading",
     "training",
@@ -101,8 +101,9 @@ _IN_CHECKOUT = (
 
 
 class _Benches(click.Group):
-    """Command group for benchmarks. If a benchmark exists only in a checkout, the error message
-    contains the command to run there."""
+    """Command group for benchmarks. If a benchmark exists only in a source checkout, the error
+    message contains the command to run there.
+    """
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
@@ -134,10 +135,10 @@ def bench_group() -> None:
 def methods_command(out: Path, as_json: bool, **options: Any) -> Result:
     """Measure the speed and memory of each efficiency method on this machine.
 
-    There are two tables: each method alone, compared with a plain fp32 run, and a ladder, in which
-    each row adds a method to the row before it. A fresh process trains each row for a few steps on
-    the source code of Python's standard library. methods.json is rewritten after every run, so an
-    interrupted benchmark keeps its measurements.
+    There are two tables. The first compares each method alone with a plain fp32 run. The second is
+    a ladder, in which each row adds a method to the row before it. A fresh process trains each row
+    for a few steps on the source code of Python's standard library. methods.json is rewritten after
+    every run, so an interrupted benchmark keeps its measurements.
     """
     from firstlight.bench.methods import bench_methods, draw
 
@@ -175,7 +176,7 @@ def gemm_command(out: Path | None, as_json: bool, **options: Any) -> Result:
 
 
 def show_line(template: str, result: Result) -> None:
-    """Print one line, rendered from a template and a result."""
+    """Print one line, which is rendered from a template and a result."""
     show(cell(template, result))
 
 
@@ -185,7 +186,7 @@ def show_cells(header: str, templates: str, rows: Sequence[Mapping[str, Any]]) -
     Args:
         header: cells of the header, separated by " | ".
         templates: templates of the cells, separated by " | "; see `bench.display`.
-        rows: values of each row.
+        rows: values for the templates, one entry per row.
     """
     if rows:
         show_table([header.split(" | "), *(cells(templates, row) for row in rows)])
@@ -199,7 +200,7 @@ def show_reasons(rows: Sequence[Result]) -> None:
 
 
 def show_steps_head(result: Result) -> None:
-    """Print the line above the tables of a benchmark that trains for a few steps."""
+    """Print the line that precedes the tables of a benchmark that trains for a few steps."""
     show_line(
         "{model}, {parameters:,} parameters, {micro_batch_size} x {seq_len} tokens per step; "
         "{machine[name]}, {machine[threads]} threads; medians of {repeats} x {steps} steps",
@@ -256,8 +257,8 @@ def show_gemm(result: Result) -> None:
         f"{counted(result['rounds'], 'round')} (lowest to highest)"
         + ("" if result["complete"] else "; interrupted: some measurements are missing")
     )
-    # The load is a one-minute average. A load below half of the threads can be due to a command
-    # that has just ended, so it is not reported.
+    # The load is a one-minute average. A load below half of the number of threads can be due to a
+    # command that has just ended, so don't report it.
     if machine["device"] == "cpu" and load is not None and load > 0.5 * machine["threads"]:
         show(f"the load average was {load:.1f} at the start: other processes lower these rates")
     dtypes = list(result["ceilings"])
@@ -297,8 +298,9 @@ def show_gemm(result: Result) -> None:
 
 
 def _show_loops(loops: Result) -> None:
-    """Print the rates of passes over arrays and of blocked products, and the times of concurrent
-    products."""
+    """Print the rates of passes over arrays, the rates of products computed in blocks, and the
+    times of concurrent products.
+    """
     binary = UNITS["binary"]
     caches = ", ".join(f"{name} {binary(size)}" for name, size in loops["caches"].items())
     title = "array read by one thread" + (f" (caches: {caches})" if caches else "")
@@ -329,9 +331,9 @@ def _show_by_dtype(
 
     Args:
         title: header of the first column.
-        found: results, each with its number format as "dtype".
+        found: results, each of which has its number format under the key "dtype".
         dtypes: number formats, in the order of the columns.
-        templates: two templates, for the name of a row and for a cell.
+        templates: two templates, one for the name of a row and one for a cell.
     """
     rows: dict[str, dict[str, str]] = {}
     for one in found:

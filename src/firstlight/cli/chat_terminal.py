@@ -1,4 +1,4 @@
-"""The conversation of `firstlight chat` in a terminal, or with piped input."""
+"""The conversation of `firstlight chat`, in a terminal or with piped input."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ class _EndOfInput(Exception):  # noqa: N818
 
 
 class _Input:
-    """Reader of the messages from stdin. Typed messages are edited with readline if it is
-    installed.
+    """Reads messages from stdin. If readline is installed, users can edit the messages that they
+    type.
 
     Args:
         interactive: True if stdin is a terminal.
@@ -88,7 +88,9 @@ class _Input:
         return line
 
     def _quoted(self, text: str) -> str:
-        """Return the rest of a message that ends with three quotes or with the input."""
+        """Return the rest of a message, which extends to the next three quotes or to the end of the
+        input.
+        """
         with contextlib.suppress(_EndOfInput):
             while not text.endswith(_QUOTES):
                 text += "\n" + self._line(_MORE)
@@ -104,7 +106,7 @@ class _Input:
                 say("firstlight: error: the message is not UTF-8: type it again")
                 return self._line(prompt)
         if self._interactive:
-            # The prompt is written to stderr, because stdout may be a file or another program.
+            # Write the prompt to stderr, because stdout may be a file or another program.
             print(prompt, end="", file=sys.stderr, flush=True)  # noqa: T201
         line = sys.stdin.buffer.readline()
         if not line:
@@ -117,11 +119,11 @@ class _Input:
 
 @dataclass(frozen=True)
 class _Command:
-    """A chat command /NAME.
+    """A command of the form /NAME that users can type in the chat.
 
     Attributes:
         argument: argument shown in the list of commands; "" if the command takes none.
-        help: description shown in the list of commands.
+        help: description of the command in the list of commands.
         run: function that executes the command. Its argument is the text after the name.
     """
 
@@ -187,13 +189,13 @@ class Terminal:
                 self._take(message)
             except FirstlightError as error:
                 say(f"firstlight: error: {error}")
-            except KeyboardInterrupt:  # Ctrl-C just before an answer starts, or after its end.
+            except KeyboardInterrupt:  # Ctrl-C was pressed before or after an answer.
                 if not self._interactive:
                     raise
         else:
             return
         if self._interactive:
-            say("")  # The shell's prompt starts on a new line.
+            say("")  # Make the shell's prompt start on a new line.
 
     def _take(self, message: str) -> None:
         if message.startswith("/") and not message.startswith("//"):
@@ -254,7 +256,9 @@ class Terminal:
             signal.signal(signal.SIGINT, before)
 
     def _note(self) -> None:
-        """Print the reason if the answer ended early, and the number of turns that were dropped."""
+        """If the answer ended early, print the reason. If turns were dropped, print their
+        number.
+        """
         stats = self._session.stats
         assert stats is not None
         full = stats.prompt_tokens + stats.new_tokens >= self._session.context
@@ -349,7 +353,7 @@ def _changed(settings: SamplingConfig, name: str, text: str) -> SamplingConfig:
     Args:
         settings: current settings.
         name: name of the command, a key of `_SETTINGS`.
-        text: the value as typed.
+        text: the value as typed by the user.
 
     Raises:
         ConfigError: the value is not a number, or is out of range.

@@ -47,10 +47,10 @@ def convert_command(source: str, out: Path, as_json: bool, **options: Any) -> di
     """Convert a model, and verify that the result matches the source.
 
     SRC is a run, a checkpoint, a Hugging Face model folder, a GGUF file, a hub id or another
-    program's checkpoint: a file of nanoGPT, LLMs-from-scratch or torchtune, or a folder of OpenAI's
-    GPT-2 (TensorFlow), Meta's Llama, litgpt or nanochat. The result is read back, and its tensors,
-    its logits on a fixed prompt and its chat template on a fixed conversation are compared with
-    those of the source. If they differ, --out is not written.
+    program's checkpoint. Supported checkpoints are files of nanoGPT, LLMs-from-scratch and
+    torchtune, and folders of OpenAI's GPT-2 (TensorFlow), Meta's Llama, litgpt and nanochat. The
+    result is read back, and its tensors, its logits on a fixed prompt and its chat template on a
+    fixed conversation are compared with those of the source. If they differ, --out is not written.
     """
     from firstlight.conversion.convert import convert
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from firstlight.evaluation.scores import TaskResult
     from firstlight.lora.loading import LoadedModel
 
-#: Default batch sizes: rows for the loss, texts for a task.
+#: Default batch sizes, in rows for the loss and in sequences for a task.
 _ROWS, _TEXTS = 8, 32
 
 
@@ -111,7 +111,8 @@ def eval_command(
 
     loaded = load_for_evaluation(checkpoint, device, best=best)
     result: dict[str, Any] = {"checkpoint": checkpoint, "folder": loaded.folder}
-    # Tasks run first, because errors in them appear at once, and computing a loss can take long.
+    # Run tasks first, because their errors appear immediately, while computing a loss can take a
+    # long time.
     if tasks:
         options = {"items": items, "task_folder": task_folder, "chat_template": chat_template}
         result |= _scored(loaded, tasks, batch_size=batch_size or _TEXTS, **options)
@@ -138,8 +139,8 @@ def _scored(loaded: LoadedModel, tasks: tuple[str, ...], **options: Any) -> dict
         options: see `evaluate_tasks`.
 
     Returns:
-        "tasks", the results, keyed by task; and "chat_template", the tasks to which the chat
-        template was applied, if any.
+        A dict with the results under "tasks", keyed by task. If the chat template was applied to
+        any tasks, they are listed under "chat_template".
     """
     from firstlight.evaluation.tasks import evaluate_tasks
 
@@ -163,7 +164,7 @@ def _by_position(
     *,
     options: dict[str, Any],
 ) -> dict[str, Any]:
-    """Print and return the loss by position in the row."""
+    """Print and return the loss as a function of the position in the row."""
     from firstlight.evaluation.perplexity import (
         evaluate_by_position,
         evaluated_folder,
@@ -195,7 +196,9 @@ def _by_position(
 
 
 def _record(folder: Path, result: dict[str, Any], data: str | None) -> None:
-    """Save the result in the model's folder, for the model card. If this fails, print a note."""
+    """Save the result in the model's folder, where the model card reads it. If saving fails, print
+    a note.
+    """
     from firstlight.data.sources import neutral_name
     from firstlight.sharing.card import record_evaluation
 
@@ -213,10 +216,11 @@ def _require_used(
     of_the_loss: dict[str, Any],
     for_tasks: dict[str, Any],
 ) -> None:
-    """Check that all given options apply to the loss or the tasks that are evaluated.
+    """Check that all given options apply to the evaluation that was requested, which is the loss or
+    a list of tasks.
 
     Raises:
-        ConfigError: an option applies to the loss or to tasks, which are not evaluated.
+        ConfigError: an option applies only to the loss, but tasks are evaluated, or the reverse.
     """
     for name, given in of_the_loss.items():
         if not with_loss and given is not None:

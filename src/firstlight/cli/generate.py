@@ -151,15 +151,16 @@ def generate_command(
     return dataclasses.asdict(result)
 
 
-#: Length in characters of the bar for a probability of 1.
+#: Length of the bar for a probability of 1, in characters.
 _BAR = 20
 
 
 def _choice_rows(
     loaded: LoadedModel, choices: Sequence[Sequence[TokenChoice]]
 ) -> list[Sequence[str]]:
-    """Return the rows of a table with the most likely tokens at each step. An arrow marks the
-    chosen token."""
+    """Return the rows of a table with the most likely tokens at each step. An arrow marks the token
+    that was chosen.
+    """
     from firstlight.generation.engine import tokenizer_of
 
     tokenizer = tokenizer_of(loaded)
@@ -167,7 +168,7 @@ def _choice_rows(
     for number, own in enumerate(choices, start=1):
         for rank, one in enumerate(own):
             text = tokenizer.decode([one.token_id])
-            # Special tokens decode to empty text, so their names are shown instead.
+            # Special tokens decode to the empty string, so show their names instead.
             text = repr(text) if text else str(tokenizer.backend.id_to_token(one.token_id))
             place = str(number) if rank == 0 else ""
             bar = "#" * round(_BAR * one.sampled) + (" <-" if one.is_chosen else "")
@@ -177,7 +178,7 @@ def _choice_rows(
 
 
 def _biases(given: tuple[str, ...]) -> dict[int, float]:
-    """Return the biases of --logit-bias, keyed by token id.
+    """Return the biases specified by --logit-bias, keyed by token id.
 
     Raises:
         ConfigError: a bias is not of the form ID=BIAS, or a token has two biases.
@@ -327,7 +328,9 @@ def serve_command(
 
 
 def _name_of(checkpoint: str) -> str:
-    """Return the model name that clients see: a hub id, or the last part of a folder's path."""
+    """Return the model name that clients see. It is the hub id, or the last part of the folder's
+    path.
+    """
     path = Path(checkpoint)
     return path.resolve().name or "model" if path.exists() else checkpoint
 

@@ -50,7 +50,8 @@ def _machine(*, check: bool) -> dict[str, Any]:
     from firstlight.hardware.device import GpuMonitor, find_hardware, measured_matmul_flops
 
     hardware = find_hardware()
-    # Read the use of the GPU before the hardware is measured, because the measurement uses the GPU.
+    # Read the GPU's current use before measuring the hardware, because the measurement uses the
+    # GPU.
     gpu = GpuMonitor(hardware.device).read()
     rates = {
         name: measured_matmul_flops(hardware.device, dtype)
@@ -135,15 +136,15 @@ def _model(folder: Path) -> tuple[dict[str, Any], ModelConfig]:
         "active_parameters": count.active,
         "parameters_by_part": count.by_part,
         "dtypes": sorted({tensor.kind for tensor in stored.values()}),
-        # This reads all weights, one tensor at a time, which takes about one second per GB.
+        # Read all weights, one tensor at a time. This takes about one second per GB.
         "nonfinite_tensor": nonfinite_tensor(stored_values(stored)),
         "config": config.model_dump(),
         "max_position_embeddings": context,
         "tokenizer": None if tokenizer is None else _describe_tokenizer(tokenizer),
         "cache_bytes_per_token": cache,
         "inference_bytes": dtype.itemsize * count.total + cache * context + state_bytes(config),
-        # Four fp32 values per parameter: the weight, the gradient and AdamW's two moments.
-        # Activations are not included.
+        # Training stores four fp32 values per parameter: the weight, the gradient and AdamW's two
+        # moments. Activations are not included.
         "training_state_bytes": 16 * count.total,
         "trained_on": trained_on(folder),
     }

@@ -62,17 +62,17 @@ _AFTER_INTERRUPTION = {
     "train": f": {CONTINUE}, if a checkpoint was saved",
 }
 
-#: Size in bytes of the address space that importing torch takes. With less, torch's C++ code aborts
-#: the process.
+#: Address space that importing torch needs, in bytes. With less, torch's C++ code aborts the
+#: process.
 _LEAST_ADDRESSES = 600_000_000
-#: Address-space limit in bytes below which torch with a small model may run out of memory.
+#: Address-space limit in bytes below which torch can run out of memory even with a small model.
 _FEW_ADDRESSES = 4_000_000_000
 
-#: Prefix of the file names of importlib's own frames.
+#: Prefix of the file name in importlib's own stack frames.
 _IMPORT_MACHINERY = "<frozen importlib"
-#: Parts of the file names of torch's fake-tensor modules, which `firstlight plan` uses for tracing.
-#: C++ code calls functions in these modules, such as `find_torch_dispatch_rule`, and aborts the
-#: process if a function raises an exception.
+#: Substrings that identify the files of torch's fake-tensor modules, which `firstlight plan` uses
+#: for tracing. C++ code calls functions in these modules, such as `find_torch_dispatch_rule`, and
+#: aborts the process if such a function raises an exception.
 _TORCH_INTERNALS = tuple(
     f"{os.sep}torch{os.sep}{name}"
     for name in (
@@ -88,8 +88,8 @@ _TORCH_INTERNALS = tuple(
 
 #: Time in seconds after which a signal that arrived during an import is raised again.
 _SOON = 0.001
-#: Maximum time in seconds that such a signal is delayed. If the import has not finished by then,
-#: the signal ends the process.
+#: Maximum time in seconds for which a signal is delayed during an import. If the import has not
+#: finished by then, the signal ends the process.
 _LONGEST_WAIT = 0.5
 
 
@@ -114,10 +114,10 @@ def cleaning_up_when_terminated(*, as_json: bool = False, advice: str = "") -> I
     effect outside the main thread.
 
     If a signal arrives during an import, its exception is raised after the import. C++ code that
-    imports modules swallows exceptions, which would leave a partially initialised module behind.
-    Exceptions are also delayed inside torch's fake-tensor modules, because their C++ callers would
-    abort the process. If an import takes long, such as the import of torch, the signal ends the
-    process.
+    imports modules swallows exceptions, so raising it immediately would leave a partially
+    initialised module behind. Exceptions are also delayed inside torch's fake-tensor modules,
+    because their C++ callers would abort the process. If an import takes a long time, like that of
+    torch, the signal ends the process.
 
     Args:
         as_json: True to also print the error as a JSON object if the process ends during an import.
@@ -159,14 +159,14 @@ class _SignalHandlers:
     def remove(self) -> None:
         """Restore the handlers that were active before `install`."""
         if signal.SIGALRM in self._before:
-            # Without the handler, the SIGALRM of a running timer would end the process.
+            # Stop the timer, because without the handler its SIGALRM would end the process.
             signal.setitimer(signal.ITIMER_REAL, 0)
         for number, previous in self._before.items():
             signal.signal(number, previous)
 
     def _end(self, number: int, frame: FrameType | None) -> None:
-        # If the SIGALRM handler of this class is not installed, another part of the program uses
-        # the timer, and the signal can't be delayed.
+        # If a different SIGALRM handler is installed, another part of the program uses the timer,
+        # so the signal can't be delayed.
         if signal.SIGALRM in self._before and _swallows_exceptions(frame):
             now = time.monotonic()
             first = self._waiting[1] if self._waiting is not None else now
@@ -185,17 +185,18 @@ class _SignalHandlers:
         if raised is None:
             return
         try:
-            # Raise the signal again instead of its exception, because its handler may have changed
+            # Raise the signal again rather than its exception, because its handler may have changed
             # in the meantime.
             signal.raise_signal(raised[0])
         finally:
-            if self._waiting is raised:  # Otherwise, the signal was delayed again.
+            if self._waiting is raised:  # Otherwise, it was delayed again.
                 self._waiting = None
 
 
 def _end_now(number: int, as_json: bool, advice: str) -> None:
-    """End the process with the same message and exit code as an exception from a signal, but
-    without unwinding the stack."""
+    """End the process without unwinding the stack. The message and the exit code are the same as
+    for an exception raised by a signal.
+    """
     word = "interrupted" if number == signal.SIGINT else "terminated"
     message = f"{word}{advice}" if number == signal.SIGINT else word
     # Don't use `_fail`, because Python's streams do not allow a write during another write.
@@ -237,8 +238,9 @@ All commands: firstlight --help. Options of a command: firstlight train --help.
 
 
 class _Verbs(click.Group):
-    """Command group for all subcommands. If a file or folder is given instead of a subcommand, the
-    error message suggests `train`."""
+    """Command group that contains all subcommands. If a file or folder is given instead of a
+    subcommand, the error message suggests `train`.
+    """
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
@@ -322,7 +324,7 @@ def main(
     try:
         exit_code = _run(sys.argv[1:], command, program)
     finally:
-        # Without this, Ctrl-C during Python's shutdown would print a traceback.
+        # Ignore SIGINT, because Ctrl-C during Python's shutdown would otherwise print a traceback.
         if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
             signal.signal(signal.SIGINT, signal.SIG_DFL)
     parts = sys.modules.get("firstlight.tokenizer.parts")
@@ -338,7 +340,7 @@ def main(
 
 
 def _run(arguments: list[str], command: click.Command, program: str) -> int:
-    """Run the command line and return the exit code; see `main`."""
+    """Run the command line, and return the exit code as described for `main`."""
     environment.set_for_command(_environment(arguments[:1]))
     as_json = "--json" in arguments
     again = _AFTER_INTERRUPTION.get(next(iter(arguments), ""), "")
@@ -390,8 +392,9 @@ def _usage_error(error: click.ClickException, program: str) -> str:
 
 
 def _follows_from_little_memory(error: BaseException) -> bool:
-    """Return True if an error was most likely caused by a low address-space limit. With such a
-    limit, libraries can fail with any error message."""
+    """Return True if an error was most likely caused by a low address-space limit. With a low
+    limit, libraries can fail with any error message.
+    """
     is_other = isinstance(error, OSError | ModuleNotFoundError)
     return 0 < _address_limit() < _FEW_ADDRESSES and not is_other
 
@@ -415,14 +418,16 @@ def _out_of_memory(arguments: Sequence[str], error: BaseException) -> str:
 def _environment(verb: Sequence[str]) -> dict[str, str]:
     """Return the default environment variables of a subcommand."""
     if set(verb) & {"train", "plan", "tune", "eval"}:
-        # `plan` measures operators under the conditions of training; trials of `tune` train.
+        # `plan` measures operators under the same conditions as training, and `tune` trains models
+        # in its trials.
         return environment.for_training()
     return environment.for_generation() if set(verb) & set(_DECODING) else environment.SHORT_SPIN
 
 
 def _fail(message: str, kind: str, exit_code: int, as_json: bool) -> int:
-    """Print an error as one line on stderr, and with --json as an object on stdout; return
-    `exit_code`."""
+    """Print an error as one line on stderr and, with --json, also as a JSON object on stdout.
+    Return `exit_code`.
+    """
     message = visible(" ".join(message.split()))
     print(f"firstlight: error: {message}", file=sys.stderr)  # noqa: T201
     if as_json:

@@ -1,5 +1,5 @@
-"""Options shared by several commands, options created from the fields of config dataclasses, and
-parsing of the recipe and its overrides.
+"""Define options that several commands share, create options from the fields of config dataclasses,
+and parse the recipe argument and its overrides.
 
 Config dataclasses are imported whenever the command line starts, so their modules must not import
 torch or pydantic.
@@ -27,10 +27,10 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 @dataclasses.dataclass(frozen=True)
 class ConfigField:
-    """The properties of a config dataclass's field from which an option is created.
+    """Properties of a field of a config dataclass. An option is created from them.
 
     Attributes:
-        kind: type of the value, without None.
+        kind: type of the value; for an optional field, the type without None.
         default: default value.
         text: documentation of the field in the docstring of its class.
     """
@@ -41,14 +41,15 @@ class ConfigField:
 
     @property
     def help(self) -> str:
-        """The help text of the option: `text` with a capital first letter."""
+        """Help text of the option, which is `text` with a capital first letter."""
         return self.text[:1].upper() + self.text[1:]
 
 
 def config_fields(config: type) -> dict[str, ConfigField]:
-    """Return the fields of a config dataclass, keyed by name. Their texts are read from the
-    docstring of the class."""
-    # Base classes come first, so that the text in a derived class takes precedence.
+    """Return the fields of a config dataclass, keyed by name. The documentation of each field is
+    read from the docstring of the class.
+    """
+    # Visit base classes first, so that the documentation in a derived class takes precedence.
     docs = "\n".join(inspect.cleandoc(one.__doc__ or "") for one in reversed(config.__mro__[:-1]))
     documented = re.findall(r"^ {4}(\w+): (.*(?:\n {8}.*)*)", docs, re.M)
     texts = {name: " ".join(text.split()) for name, text in documented}
@@ -72,13 +73,13 @@ def config_options(
     """Return a decorator that adds an option to a command for each named field of a config
     dataclass.
 
-    The option has the name, type, default and help text of the field.
+    The option takes its name, type, default value and help text from the field.
 
     Args:
         config: the dataclass.
         names: names of the fields in the order of --help; all fields if no names are given.
-        only_on: True to omit --no-NAME for switches.
-        metavars: placeholders of the values in --help, keyed by field name.
+        only_on: True to create switches without a --no-NAME variant.
+        metavars: placeholders for the values in --help, keyed by field name.
     """
     fields = config_fields(config)
 
@@ -112,7 +113,7 @@ def field_option(
         config: the dataclass. It provides the default value and the help text of the option.
         name: name of the field.
         option: name of the option.
-        metavar: placeholder of the value in --help.
+        metavar: placeholder for the value in --help.
     """
     field = config_fields(config)[name]
     settings: dict[str, Any] = {"default": field.default, "help": field.help, "metavar": metavar}
@@ -124,14 +125,16 @@ def field_option(
 def count_option(
     *names: str, least: int = 1, metavar: str = "N", **settings: Any
 ) -> Callable[[F], F]:
-    """Return a decorator that adds an option with an integer of at least `least`; see
-    `click.option`."""
+    """Return a decorator that adds an option whose value is an integer of at least `least`. The
+    other arguments are those of `click.option`.
+    """
     return click.option(*names, type=click.IntRange(min=least), metavar=metavar, **settings)
 
 
 def path_option(*names: str, **settings: Any) -> Callable[[F], F]:
-    """Return a decorator that adds an option with the path of a file or folder; see
-    `click.option`."""
+    """Return a decorator that adds an option whose value is the path of a file or folder. The other
+    arguments are those of `click.option`.
+    """
     return click.option(*names, type=click.Path(path_type=Path), **settings)
 
 
@@ -210,8 +213,9 @@ compile_option = click.option(
 def _template_options(
     _: click.Context, __: click.Parameter, value: tuple[str, ...]
 ) -> dict[str, Any]:
-    """Convert texts of the form "NAME=VALUE" to a dict. Values are parsed as JSON if possible. This
-    is a click callback."""
+    """Convert strings of the form "NAME=VALUE" to a dict. Values are parsed as JSON if possible.
+    This is a click callback.
+    """
     found: dict[str, Any] = {}
     for text in value:
         name, equals, given = text.partition("=")
@@ -221,7 +225,7 @@ def _template_options(
                 "enable_thinking=false"
             )
         try:
-            # Users may write the values as in Jinja and Python.
+            # Users may write these values as in Jinja or Python.
             found[name] = json.loads(given.lower() if given in ("True", "False") else given)
         except ValueError:
             found[name] = given
@@ -267,7 +271,7 @@ def split_arguments(
 
     Args:
         arguments: arguments of the command.
-        verb: name of the command: train, plan or tune.
+        verb: name of the command, which is "train", "plan" or "tune".
         is_run: True if the path is a run or checkpoint instead of a recipe.
 
     Raises:
@@ -312,8 +316,8 @@ def _require_recipe(path: str, verb: str) -> None:
     """Raise an error if `path` can't be a recipe.
 
     Raises:
-        ConfigError: `path` is a folder, a text or a corpus; the message contains the command to use
-            for it.
+        ConfigError: `path` is a folder, a text file or a corpus. The message contains the command
+            to use for it.
     """
     from firstlight.data.shards import MANIFEST_NAME
     from firstlight.data.sources import SUFFIXES

@@ -1,5 +1,6 @@
-"""Output of all commands. Results are printed to stdout as text or, with --json, as one JSON
-object."""
+"""Print the output of commands. Results are printed to stdout as text or, with --json, as one JSON
+object.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +36,7 @@ def with_json(verb: Callable[P, dict[str, Any]]) -> Callable[P, None]:
     def command(*args: P.args, **kwargs: P.kwargs) -> None:
         result = verb(*args, **kwargs)
         if kwargs["as_json"]:
-            # `os.fspath` converts paths to text.
+            # `os.fspath` converts paths to strings.
             write_out(json.dumps(result, ensure_ascii=False, default=os.fspath) + "\n")
         context = click.get_current_context()
         if _EXIT_CODE in context.meta:
@@ -85,7 +86,7 @@ def discard_stdout() -> None:
 
 
 def show_rows(rows: Iterable[tuple[str, object]], line: Callable[[str], None] = show) -> None:
-    """Print (name, value) pairs as aligned lines. `line` is the function that prints one line."""
+    """Print (name, value) pairs as aligned lines. `line` is the function that prints each line."""
     rows = list(rows)
     width = max(len(name) for name, _ in rows)
     for name, value in rows:
@@ -97,7 +98,7 @@ def say_findings(findings: Iterable[Finding], run: str = "") -> None:
 
     Args:
         findings: findings to print.
-        run: name of the run, if several runs are compared.
+        run: name of the run; used if several runs are compared.
     """
     for finding in findings:
         say(f"warning: {f'{run}: ' if run else ''}{finding.text}")

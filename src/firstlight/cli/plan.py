@@ -80,8 +80,8 @@ def plan_command(
         raise ConfigError(f"{write} already exists: choose another file for --write")
     from firstlight.planner.plan import processes as workers
 
-    # Start the processes before the slow imports below, so that they import modules at the same
-    # time.
+    # Start the processes before the slow imports below, so that they import their modules at the
+    # same time.
     with workers.started() as processes:
         from firstlight.console import progress_bar
         from firstlight.planner.plan.estimate import Estimator
@@ -120,7 +120,7 @@ def plan_command(
 
 
 def _budget(time: str | None, tokens: str | None, price_per_hour: float | None) -> Budget:
-    """Return the budget from --budget, --tokens and --price-per-hour.
+    """Return the budget that --budget, --tokens and --price-per-hour specify.
 
     Raises:
         ConfigError: the time or the number is invalid.
@@ -165,16 +165,17 @@ def next_command(
     wanted: Sequence[str],
     written: Path | None,
 ) -> str:
-    """Return the command that the user should run next: a training run or another plan.
+    """Return the command that the user should run next, which starts a training run or makes a
+    different plan.
 
     Args:
         plan: the plan.
-        path: recipe on the plan's command line.
-        overrides: (section.key, value) pairs on the plan's command line.
+        path: recipe given on the plan's command line.
+        overrides: (section.key, value) pairs given on the plan's command line.
         init_from: value of --init-from on the plan's command line.
-        where: device options on the plan's command line, as a list of words.
-        wanted: budget options on the plan's command line or, if there are none, options for a
-            typical budget, as a list of words.
+        where: device options given on the plan's command line, as a list of words.
+        wanted: budget options given on the plan's command line, as a list of words. If there are
+            none, options for a typical budget.
         written: path of the recipe that --write wrote; None if nothing was written.
     """
     from firstlight.planner.plan.text import changed_options
@@ -204,8 +205,9 @@ def _needs_more_devices(one: Estimate) -> bool:
 
 
 def _preparation(recipe: Recipe) -> str | None:
-    """Return a command that prepares the first missing corpus of the recipe, or None if all data
-    exists."""
+    """Return a command that prepares the recipe's first missing corpus, or None if all data
+    exists.
+    """
     from firstlight.data.remote import is_url
     from firstlight.data.shards import MANIFEST_NAME
 
@@ -218,7 +220,7 @@ def _preparation(recipe: Recipe) -> str | None:
 
 
 def write_recipe(path: Path, recipe: Any) -> None:
-    """Write a recipe with all its keys to a YAML file."""
+    """Write a recipe, including all of its keys, to a YAML file."""
     from firstlight.files.atomic import write_file
     from firstlight.recipe.load import yaml_text
 

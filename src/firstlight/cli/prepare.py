@@ -167,7 +167,7 @@ def prepare_command(
 
 
 def _prepare_text(inputs: tuple[str, ...], *folders: Path, **options: Any) -> dict[str, Any]:
-    """Prepare texts. The arguments are passed to `firstlight.data.prepare.prepare`."""
+    """Prepare text documents. The arguments are passed to `firstlight.data.prepare.prepare`."""
     from firstlight.data.prepare import prepare
 
     for name in ("max_documents", "max_tokens"):
@@ -178,7 +178,8 @@ def _prepare_text(inputs: tuple[str, ...], *folders: Path, **options: Any) -> di
 
 def _prepare_chat(inputs: tuple[str, ...], *folders: Path, **options: Any) -> dict[str, Any]:
     """Prepare conversations or preference pairs. The options are arguments of `prepare_chat` and
-    fields of ChatOptions."""
+    fields of `ChatOptions`.
+    """
     from firstlight.data.chat import ChatOptions, prepare_chat
     from firstlight.data.records import find_splits
 

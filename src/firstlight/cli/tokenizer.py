@@ -83,12 +83,12 @@ def _count_texts(
     rejections: list[str],
     changes: ChangeCounts,
 ) -> Iterator[str]:
-    """Yield the texts of the valid documents, and count the documents.
+    """Yield the text of each valid document, and count the documents.
 
     Args:
         records: documents.
-        counts: numbers of valid "documents", "rejected" documents and "text_bytes", updated in
-            place.
+        counts: dict with the keys "documents" (valid documents), "rejected" (rejected documents)
+            and "text_bytes"; its counts are updated in place.
         rejections: list to which the location and error of the first rejected document are
             appended.
         changes: counts of the changes made to the documents, updated in place.
@@ -274,7 +274,7 @@ def _try_out(tokenizer: Tokenizer) -> None:
     ]
     try:
         text = tokenizer.apply_chat_template(conversation)
-    except InputError as error:  # The template may require different conversations.
+    except InputError as error:  # The template may not support this particular conversation.
         say(f"warning: the chat template rejects an ordinary conversation: {error}")
         return
     if not text.strip():
@@ -286,13 +286,13 @@ def _try_out(tokenizer: Tokenizer) -> None:
 def _chat_template(
     name: str | None, tokenizer: Tokenizer, add: tuple[str, ...]
 ) -> tuple[str | None, list[str]]:
-    """Return the text of the template in --chat-template, and the additional tokens that the
+    """Return the template that --chat-template specifies, and the additional tokens that this
     template requires.
 
     Args:
         name: name of a built-in template, or a file; None for no template.
         tokenizer: the tokenizer that will be extended.
-        add: tokens from --add.
+        add: tokens specified by --add.
 
     Raises:
         InputError: there is no such template, or the file can't be read.

@@ -1,5 +1,6 @@
-"""`firstlight train`: training on texts (`firstlight train INPUT...`) or with a recipe, in one or
-several processes."""
+"""`firstlight train`, which trains on texts (`firstlight train INPUT...`) or with a recipe, in one
+or several processes.
+"""
 
 from __future__ import annotations
 
@@ -31,18 +32,18 @@ if TYPE_CHECKING:
 # Texts in place of a recipe
 
 #: Files that identify a folder as a run, a model or a prepared corpus instead of a folder of texts.
-#: Each file name is mapped to a pattern that the file must contain, because users' files can have
-#: the same names. The names are repeated here because the modules that define them import torch,
-#: which would delay the first line of output.
+#: Each file name is mapped to a pattern that the file must contain, because users' own files can
+#: have the same names. The names are repeated here, because the modules that define them import
+#: torch, which would delay the first line of output.
 _OTHER_FOLDERS = {
     "recipe.yaml": r"^data:",
     "config.json": r'"(model_type|architectures)"\s*:',
     "manifest.json": r'"tokenizer_sha256"\s*:',
 }
-#: Number of characters at the beginning of such a file that are searched for the pattern.
+#: Number of characters at the beginning of such a file in which the pattern is searched for.
 _HEAD_BYTES = 1 << 20
 
-#: Parameter names of the options that apply only to texts.
+#: Parameter names of the options that apply only when training on texts.
 TEXT_OPTIONS = (
     "budget",
     "tokens",
@@ -57,7 +58,7 @@ TEXT_OPTIONS = (
 )
 
 
-#: Decorator that adds the options that apply only to texts.
+#: Decorator that adds the options that apply only when training on texts.
 text_options = grouped(
     click.option(
         "--budget", metavar="TIME", help="With texts: time for the whole command, such as 30m."
@@ -93,7 +94,9 @@ text_options = grouped(
 
 
 def takes_texts(paths: Sequence[str]) -> bool:
-    """Return True if the paths are texts, not a recipe, run, model or prepared corpus."""
+    """Return True if the paths are text files or folders of texts, rather than a recipe, run, model
+    or prepared corpus.
+    """
     places = [Path(path).expanduser() for path in paths]
     if any(place.suffix.lower() in (".yaml", ".yml") for place in places):
         return False
@@ -109,7 +112,7 @@ def takes_texts(paths: Sequence[str]) -> bool:
 def _holds(path: Path, sign: str) -> bool:
     """Return True if the file exists and contains the pattern `sign`.
 
-    For a file that can't be read, the result is also True, so that a later error reports that the
+    Also return True if the file can't be read. The error that is raised later then reports that the
     file can't be read.
     """
     if not path.is_file():
@@ -132,7 +135,8 @@ def train_texts_command(
         options: values of the command's options, keyed by parameter name.
 
     Returns:
-        The result as a JSON object, and the result of the training or None if nothing was trained.
+        The command's result as a JSON object, and the training result, which is None if nothing was
+        trained.
 
     Raises:
         ConfigError: options contradict each other, or several processes were started.
@@ -158,7 +162,8 @@ def train_texts_command(
             say(f"no --budget given: planning for {time_text(DEFAULT_SECONDS)}")
             request = dataclasses.replace(request, seconds=DEFAULT_SECONDS)
         plan = work_of(request, say, progress=True).plan(request, options["gpu"])
-        # Imported after the first message, because this module imports torch, which takes seconds.
+        # Imported after the first message, because this module imports torch, which takes several
+        # seconds.
         from firstlight.from_texts.machine import fitted_recipe
 
         plan = fitted_recipe(plan).applied_to(plan)
@@ -232,17 +237,17 @@ _USUAL_KEYS = (
     "lora.rank",
 )
 
-#: Environment variables that launchers set. If one of them is set, the estimate of the run's
-#: duration is not started early. Only the main process makes this estimate, and the rank is unknown
-#: until torch is imported.
+#: Environment variables that launchers set. If one of them is set, the process that estimates the
+#: run's duration is not started early. Only the main process makes this estimate, and the rank is
+#: unknown until torch has been imported.
 _RANKS = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
 
 
 class _TrainCommand(click.Command):
-    """A command that starts several processes with --nproc, and that lists the keys of a recipe in
-    its help.
+    """A command that can start several processes with --nproc, and whose help lists the keys of a
+    recipe.
 
-    The keys are collected only for the help, because collecting them imports torch.
+    The keys are collected only when the help is printed, because collecting them imports torch.
     """
 
     def invoke(self, ctx: click.Context) -> Any:
@@ -273,7 +278,9 @@ class _TrainCommand(click.Command):
 def _write_short(
     formatter: click.HelpFormatter, sections: Mapping[str, list[tuple[str, str]]]
 ) -> None:
-    """Write one line for each of the most commonly used keys, and the names of all sections."""
+    """Write a line for each of the most commonly used keys, followed by the names of all
+    sections.
+    """
     known = {name: text for rows in sections.values() for name, text in rows}
     names = [f"--{key}" for key in _USUAL_KEYS if f"--{key}" in known]
     width = formatter.width - max(map(len, names)) - 6
@@ -431,14 +438,15 @@ def _train_recipe(
     plan: str | None,
     **start: Any,
 ) -> dict[str, Any]:
-    """Run `firstlight train` with a recipe. `start` contains the options resume, init_from and
-    new_rows."""
+    """Run `firstlight train` with a recipe. `start` contains the options `resume`, `init_from` and
+    `new_rows`.
+    """
     from firstlight.planner.plan.processes import RunForecaster
 
     with RunForecaster() as forecaster:
         if plan is None and not any(name in os.environ for name in _RANKS):
-            # Start the forecaster early, so that its process and this process import torch at the
-            # same time.
+            # Start the forecaster early, so that its process imports torch at the same time as this
+            # process.
             forecaster.start()
         from firstlight.parallel import find_world
         from firstlight.recipe import load_recipe
@@ -463,15 +471,17 @@ def _train_recipe(
         _show(result)
     if result.stopped_by is not None or result.diverged:
         saved = shlex.quote(str(result.run_folder / "recipe.yaml"))
-        # Repeating the command of a cooldown could branch off from a newer checkpoint.
+        # Don't suggest repeating the command of a cooldown, because it could then branch off from a
+        # newer checkpoint.
         again = f"continue with firstlight train {saved} --resume"
         _end_stopped(result, CONTINUE if cooldown is None else again)
     return _as_json(result)
 
 
 def _end_stopped(result: TrainResult, advice: str = CONTINUE) -> None:
-    """Set the exit code after a run that diverged or was stopped. `advice` explains how to resume a
-    stopped run."""
+    """Set the exit code if a run diverged or was stopped. `advice` explains how to resume a stopped
+    run.
+    """
     if result.stopped_by is not None:
         say(f"stopped by {result.stopped_by} and saved: {advice}")
         end_with(STOPPED_EXIT_CODE)
@@ -491,8 +501,8 @@ def _cooled(
         resume: True to resume the cooldown's run.
 
     Raises:
-        ConfigError: `trunk` is a run folder, and another process or a resumed run could find a
-            newer checkpoint in it.
+        ConfigError: `trunk` is a run folder in which another process or a resumed run could find a
+            newer checkpoint.
     """
     from firstlight.parallel import find_world
     from firstlight.training.cooldown import cooldown_recipe
@@ -521,7 +531,7 @@ def _show(result: TrainResult) -> None:
     ]
     if result.evaluation is not None:
         rows.append(("val/loss", f"{result.evaluation.loss:.4f}"))
-        # Preference pairs have no bits per byte.
+        # Bits per byte do not exist for preference pairs.
         if not math.isnan(result.evaluation.bits_per_byte):
             share = result.evaluation.rows / max(result.evaluation.total_rows, 1)
             part = f", measured on {100 * share:.0f}% of it" if share < 0.995 else ""
@@ -574,8 +584,8 @@ def _best_of(init_from: str | None) -> str:
 
 
 def _figures(evaluation: Any) -> dict[str, Any]:
-    """Return the metrics of an evaluation without NaN values. For preference pairs, some metrics do
-    not exist and are NaN.
+    """Return the metrics of an evaluation without NaN values. For preference pairs, metrics that do
+    not exist are NaN.
     """
     found = dataclasses.asdict(evaluation)
     return {key: value for key, value in found.items() if value == value}
@@ -616,7 +626,7 @@ LAUNCH_OPTIONS = ("nproc", "nnodes", "node-rank", "rdzv-endpoint", "max-restarts
 
 
 def launch_if_asked(ctx: click.Context) -> int | None:
-    """Remove LAUNCH_OPTIONS from a command's parameters, and start the requested processes.
+    """Remove `LAUNCH_OPTIONS` from a command's parameters, and start the requested processes.
 
     Returns:
         The exit code of the processes, or None if this process must do the work itself.
@@ -656,7 +666,7 @@ def launch_if_asked(ctx: click.Context) -> int | None:
 
 
 def arguments_of(ctx: click.Context) -> list[str]:
-    """Return the name and arguments of the command for a new process, without LAUNCH_OPTIONS."""
+    """Return the name and arguments of the command for a new process, without `LAUNCH_OPTIONS`."""
     assert ctx.info_name is not None
     arguments = [ctx.info_name]
     for parameter in ctx.command.params:
@@ -676,13 +686,13 @@ def _require_no_launcher(nnodes: int) -> None:
     """Raise an error if a launcher started this process.
 
     Raises:
-        ConfigError: a launcher started this process; with --nproc, each of the launcher's processes
+        ConfigError: a launcher started this process. With --nproc, each of the launcher's processes
             would start several more.
     """
     from firstlight.parallel.world import find_world
 
     variables = {"TORCHELASTIC_RUN_ID", "LOCAL_RANK"}
-    # With several machines, a launcher such as srun may start this command once per machine.
+    # With several machines, a launcher such as srun can start this command once per machine.
     if variables & os.environ.keys() or (nnodes == 1 and find_world().size > 1):
         raise ConfigError(
             "a launcher started this process: omit --nproc, or run the command without the launcher"

@@ -18,18 +18,18 @@ if TYPE_CHECKING:
     from firstlight.training.progress import RunProgress, TrainingProgress
     from firstlight.training.trackers import Step
 
-#: Time in seconds after which the run folder is read again.
+#: Time in seconds between two reads of the run folder.
 _SECONDS_BETWEEN = 0.5
-#: Keys in the metrics of a training step. Lines without these keys, such as the evaluation before
-#: step 1, are not shown.
+#: Keys that every line about a training step has in the metrics. Lines without these keys, such as
+#: the evaluation before step 1, are not shown.
 _SHOWN = {"train/loss", "learning_rate", "tokens_per_second", "memory_bytes"}
 
 
 class _Shown:
-    """The displayed state of a run.
+    """The state of a run that is currently displayed.
 
     Attributes:
-        step: number of the last step; 0 before the first step.
+        step: number of the last step read; 0 before the first step.
         steps: total number of steps of the run; None if unknown.
         limit: step at which a run with a time budget ends even if time is left; None if unknown.
         seconds: total duration of the steps so far, as recorded in the run's metrics.
@@ -42,8 +42,9 @@ class _Shown:
         self._read_at = time.monotonic()
 
     def clock(self) -> float:
-        """Return the total duration of the steps plus the time since the last step was read, in
-        seconds."""
+        """Return the total duration of the steps plus the time since the last step was read. Both
+        are in seconds.
+        """
         return self.seconds + time.monotonic() - self._read_at
 
     def add(self, record: Mapping[str, Any]) -> None:
@@ -60,7 +61,7 @@ class _Shown:
 @click.command("watch")
 @click.argument("run", metavar="RUN", type=click.Path(path_type=Path))
 def watch_command(run: Path) -> None:
-    """Follow a run in the terminal: progress, metrics, loss curve and the latest sample text.
+    """Follow a run in the terminal, with its progress, metrics, loss curve and latest sample text.
 
     RUN is a run folder that another process writes or is about to create; for a finished run, the
     last state is shown. The view ends with the run; Ctrl-C ends only the view.
@@ -77,7 +78,7 @@ def watch_command(run: Path) -> None:
 )
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 def dashboard_command(arguments: tuple[str, ...]) -> None:
-    """Raise an error that names the replacements of the removed command."""
+    """Raise an error that names the replacements for a command that has been removed."""
     raise ConfigError(
         "firstlight dashboard was removed: train with --run.trackers '[tensorboard]' and run "
         "`tensorboard --logdir RUNS`, or use trackio (`trackio show`); `firstlight "
@@ -106,7 +107,7 @@ def _watch(folder: Path) -> None:
         minutes,
         shown.clock,
         step_limit=lambda: shown.limit,
-        # The number of steps of a run with a time budget can change until the last step.
+        # The number of steps in a run with a time budget can change until the last step.
         is_settled=lambda: minutes is None or shown.step >= (shown.limit or math.inf),
     )
     follower = StepFollower(folder / METRICS_NAME, folder / SAMPLES_NAME)
@@ -116,7 +117,8 @@ def _watch(folder: Path) -> None:
     ):
         goes_on = True
         while goes_on:
-            # Check this before reading: if the run has ended, all its lines have been written.
+            # Check whether the run has ended before reading. If it has, all its lines have been
+            # written.
             goes_on = is_held(folder)
             _show(follower.new(), shown, progress, view)
             if goes_on:
@@ -133,10 +135,10 @@ def _show(
     """Display new steps and the newest sample texts.
 
     Args:
-        found: (line of metrics.jsonl, sample texts) of each new step.
+        found: for each new step, its line of metrics.jsonl and its sample texts.
         shown: displayed state, updated in place.
         progress: timer of the run. It is restarted if the run was resumed.
-        view: view to draw in.
+        view: view in which to draw.
     """
     for record, _ in found:
         if record["step"] <= shown.step and shown.step:
@@ -158,7 +160,7 @@ def _wait_for_run(folder: Path) -> None:
 
     said = False
     while not is_held(folder):
-        # `train TEXTS` prepares texts in the folder before its run begins.
+        # `train TEXTS` prepares the texts in this folder before its run begins.
         is_preparing = is_held(folder, LOCK_NAME)
         if not is_preparing and folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
             require_run(folder)

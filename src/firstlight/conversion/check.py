@@ -1,10 +1,11 @@
-"""Verify that the result of a conversion is the same model as the source.
+"""Verify that a conversion has not changed the model.
 
-Three comparisons are made. Each finds errors that the others miss:
+The source and the result are compared in three ways, each of which finds errors that the other two
+miss:
 
-- comparing the tensors finds errors in rows or experts that the prompt does not use;
-- comparing the logits on a fixed prompt finds wrong model settings;
-- rendering a conversation with both chat templates finds a changed template.
+- Comparing the tensors finds errors in rows or experts that the prompt does not use.
+- Comparing the logits on a fixed prompt finds wrong model settings.
+- Rendering a conversation with both chat templates finds a changed template.
 """
 
 from __future__ import annotations
@@ -29,10 +30,11 @@ PROMPT = (
     "The first light of day fell on 12 old houses.\n\n    def dawn(hour):\n"
     "        return hour + 0.5  # früh am Morgen\n"
 )
-#: Number of tokens that are compared; a shorter prompt is extended with arbitrary ids.
+#: Number of token ids on which the logits are compared. A shorter prompt is extended with arbitrary
+#: ids.
 _PROMPT_TOKENS = 64
 
-#: Conversation rendered by both chat templates.
+#: Conversation to render with the chat templates of source and result.
 CONVERSATION = [
     {"role": "user", "content": "When does the sun rise?"},
     {"role": "assistant", "content": "At six.\nIn winter, at eight."},
@@ -58,16 +60,16 @@ CONVERSATION = [
 #: different order of summation.
 TOLERANCES = {"f32": 3e-5, "f16": 0.04, "bf16": 0.2, "q8_0": 0.22}
 
-#: Largest rounding error of a weight, keyed by the same formats. The error is the sum of two
-#: numbers: a fraction of the tensor's largest absolute value, and an absolute error for subnormal
-#: numbers.
+#: Largest rounding error of a weight, keyed by the format to which the weights were rounded. The
+#: error is the sum of two numbers: a fraction of the tensor's largest absolute value, and an
+#: absolute error for subnormal numbers.
 _ROUNDING = {
     "f32": (0.0, 0.0),
     "f16": (2**-11, 2**-25),
     "bf16": (2**-8, 0.0),
-    # Half a step is 1/254 of the block's largest number. The block's scale is rounded to f16, and
-    # its error is multiplied by up to 127, so the error of 2^-25 for a subnormal scale becomes
-    # 2^-18.
+    # Half a quantisation step is 1/254 of the block's largest number. The block's scale is rounded
+    # to f16, and the rounding error is multiplied by up to 127. The error of 2^-25 for a subnormal
+    # scale therefore becomes 2^-18.
     "q8_0": (2**-7, 2**-18),
 }
 #: Number of rows of a tensor that are compared at a time, so that their fp32 copies need less
@@ -76,8 +78,8 @@ _ROWS = 4096
 
 
 def prompt_ids(tokenizer: Tokenizer | None, vocab_size: int, context: int) -> Tensor:
-    """Return the token ids on which source and result are compared, int64 [1, T], where T is the
-    smaller of 64 and the context length.
+    """Return the token ids on which source and result are compared. They are int64 of shape [1, T],
+    where T is the smaller of 64 and the context length.
 
     The sequence starts with the ids of `PROMPT` and continues with fixed ids from the full
     vocabulary. Without a tokenizer, it contains only the fixed ids.
@@ -89,15 +91,17 @@ def prompt_ids(tokenizer: Tokenizer | None, vocab_size: int, context: int) -> Te
         # An id beyond the vocabulary has no row in the embedding.
         ids = [i for i in [*start, *tokenizer.encode(PROMPT)] if i < vocab_size]
     # The quadratic formula spreads the ids over the vocabulary; consecutive ids would test only a
-    # small part of it.
+    # small part of the vocabulary.
     ids += [(7 * i * i + 3 * i + 1) % vocab_size for i in range(count)]
     return torch.tensor([ids[:count]])
 
 
 def check_dtype(config: ModelConfig) -> torch.dtype:
-    """Return the dtype in which the logits of source and result are computed: fp32, or bf16 if less
-    than 8 bytes of memory per parameter are available."""
-    # Two fp32 copies of the weights are needed: the model, and the tensors read from a GGUF file.
+    """Return the dtype in which the logits of source and result are computed. It is fp32, or bf16
+    if less than 8 bytes of memory per parameter are available.
+    """
+    # Two fp32 copies of the weights are in memory at once: those of the model, and those read from
+    # a GGUF file.
     needed = 8 * count_parameters(meta_model(config)).total
     return torch.float32 if needed < psutil.virtual_memory().available else torch.bfloat16
 
@@ -109,12 +113,12 @@ def logits_of(
     ids: Tensor,
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
-    """Compute the logits of a model, fp32 [1, T, V].
+    """Compute the logits of a model. Return fp32 logits of shape [1, T, V].
 
     Args:
         config: the model's config.json as an object.
         tensors: weights, keyed by Hugging Face name.
-        ids: token ids, int64 [1, T].
+        ids: int64 token ids of shape [1, T].
         dtype: dtype of the weights and of the computation.
     """
     with torch.device("meta"):
@@ -145,13 +149,13 @@ def require_finite(tensors: Mapping[str, Tensor], where: str) -> None:
 def require_same_tensors(
     source: Mapping[str, Tensor], result: Mapping[str, Tensor], kind: str, shifted: str = ""
 ) -> None:
-    """Compare the tensors of source and result one by one.
+    """Compare each tensor of the source with that of the result.
 
     Args:
         source, result: tensors, keyed by Hugging Face name.
-        kind: format to which the result was rounded, a key of `TOLERANCES`; "f32" if it was not
-            rounded.
-        shifted: suffix of the names of norm weights w that the result's file stores as 1 + w; "" if
+        kind: format to which the result was rounded, as a key of `TOLERANCES`. It is "f32" if the
+            result was not rounded.
+        shifted: name suffix of the norm weights that the result's file stores with 1 added; "" if
             there are no such weights.
 
     Raises:
@@ -167,10 +171,11 @@ def require_same_tensors(
         largest, difference = _distance(source[name], result[name])
         limit = share * largest + smallest
         if shifted and name.endswith(shifted):
-            # The sum is rounded to fp32 when the file is written, and the difference when the file
-            # is read. Each rounding error is at most 2^-24 of the value.
+            # The sum of 1 and the weight is rounded to fp32 when the file is written, and the
+            # difference is rounded when the file is read. Each rounding error is at most 2^-24 of
+            # the value.
             limit = max(limit, 2**-23 * (largest + 1))
-        # `difference > limit` would be False for NaN.
+        # Use `not <=`, because `difference > limit` would be False for NaN.
         if not difference <= limit:
             raise ModelError(
                 f"the converted model differs from the source: values of {name} differ by up to "
@@ -179,12 +184,12 @@ def require_same_tensors(
 
 
 def _distance(source: Tensor, result: Tensor) -> tuple[float, float]:
-    """Return the largest absolute value in `source` and the largest absolute difference between
-    `source` and `result`, or 0 and infinity if their shapes differ.
+    """Return the largest absolute value in `source`, and the largest absolute difference between
+    `source` and `result`. If their shapes differ, return 0 and infinity.
     """
     if source.shape != result.shape:
         return 0.0, float("inf")
-    # Kept as a tensor, because torch's maximum propagates NaN but Python's may not.
+    # Keep the maximum as a tensor, because torch's maximum propagates NaN, but Python's may not.
     largest, difference = 0.0, torch.zeros(())
     for a, b in zip(torch.split(source, _ROWS), torch.split(result, _ROWS), strict=True):
         a, b = a.float(), b.float()
@@ -198,17 +203,18 @@ def require_same_logits(
 ) -> tuple[float, float]:
     """Compare the logits of source and result.
 
-    The mean over the vocabulary is subtracted at each position, because softmax is invariant to it.
-    The logits of OpenAI's GPT-2, for example, are around -35 or -110; relative to such values, any
-    difference would look small.
+    At each position, the mean over the vocabulary is subtracted first, because softmax is invariant
+    to it. The logits of OpenAI's GPT-2, for example, are around -35 or -110. Relative to such large
+    values, any difference would look small.
 
     Args:
-        source, result: logits, [1, T, V].
+        source, result: logits of shape [1, T, V].
         limit: largest allowed difference, as a fraction of the source's largest logit.
-        is_routed: True if weights were rounded and the model has routers. Rounding routes a few
-            tokens to different experts, which caused measured differences of up to 0.9 of the
-            largest logit. In this case only half of the positions must be within the limit: at the
-            median position, the measured difference is the same as for models without experts.
+        is_routed: True if weights were rounded and the model has routers. Rounding then routes a
+            few tokens to different experts, which caused differences of up to 0.9 of the largest
+            logit in measurements. In this case, only half of the positions must be within the
+            limit. At the median position, the measured difference is the same as for models without
+            experts.
 
     Returns:
         The largest difference at any position, and the largest absolute logit of the source, both
@@ -232,7 +238,7 @@ def require_same_logits(
 
 
 def require_same_chat(source: Tokenizer, result: Tokenizer | None, what: str) -> list[str]:
-    """Render `CONVERSATION` with the chat templates of source and result, and compare the texts.
+    """Render `CONVERSATION` with the chat templates of source and result, and compare the output.
 
     Args:
         source: the source's tokenizer.
@@ -243,7 +249,7 @@ def require_same_chat(source: Tokenizer, result: Tokenizer | None, what: str) ->
         A list with one note if both templates fail with the same error, otherwise an empty list.
 
     Raises:
-        ModelError: the texts or the error messages differ, or only one of the two tokenizers has a
+        ModelError: the output or the error messages differ, or only one of the two tokenizers has a
             template.
     """
     expected = _rendered(source)
@@ -265,14 +271,14 @@ def require_same_chat(source: Tokenizer, result: Tokenizer | None, what: str) ->
 
 
 def _rendered(tokenizer: Tokenizer) -> str | None:
-    """Render `CONVERSATION`. Return the text or the template's error message, or None without a
-    template.
+    """Render `CONVERSATION`. Return the rendered text or the template's error message, or None if
+    there is no template.
     """
     if tokenizer.chat_template is None:
         return None
     try:
         return tokenizer.apply_chat_template(CONVERSATION, add_generation_prompt=True)
     except FirstlightError as error:
-        # The template is broken or does not support this conversation. Neither prevents the
-        # conversion, which copies the template unchanged.
+        # The template is broken or does not support this conversation. The conversion can continue,
+        # because it copies the template unchanged.
         return str(error)

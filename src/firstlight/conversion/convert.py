@@ -73,7 +73,7 @@ from firstlight.weights.stored import (
     save_weights,
 )
 
-#: Dtypes supported by each target; "auto" keeps the source's dtype.
+#: Dtypes that each target format supports. "auto" keeps the source's dtype.
 _GGUF_FORMATS = ("auto", "f32", "f16", "bf16", "q8_0", *QUANTISED)
 _FORMATS = {
     "hf": ("auto", "f32", "f16", "bf16"),
@@ -89,9 +89,9 @@ _SHORT_NAMES = {
 }
 _TORCH_DTYPES = {kind.lower(): dtype for kind, dtype in FLOAT_FORMATS.items()}
 
-#: Maximum size of a calibration text in bytes; its first 32,768 tokens are used.
+#: Maximum size of a calibration text in bytes. Only its first 32,768 tokens are used.
 _MAX_CALIBRATION_BYTES = 10_000_000
-#: File from which Ollama reads a model's template, stop texts and context length.
+#: File from which Ollama reads a model's template, stop strings and context length.
 MODELFILE = "Modelfile"
 
 #: Tokenizer files of a model folder, which are copied unchanged.
@@ -115,22 +115,23 @@ class Conversion:
     """Result of a conversion.
 
     Attributes:
-        out: folder that was written.
+        out: the folder that was written.
         file: the GGUF file in `out`; None for a Hugging Face folder.
         program: program that wrote the source, such as "Hugging Face", "adapter (PEFT)" or
             "nanoGPT".
         model_type: the model's family, as in config.json.
-        parameters: number of weights written.
+        parameters: total number of elements in the weights written.
         dtype: "f32", "f16", "bf16", "q8_0" or a format of llama.cpp's quantiser. For a Hugging Face
             folder, also "f64" or "mixed" (several dtypes) if the source has them.
         largest_difference: largest difference between the logits of source and result on a fixed
             prompt, after subtracting the mean at each position (to which softmax is invariant).
         largest_logit: largest absolute logit of the source, after the same subtraction.
-        has_chat_template: True if source and result have the same chat template, False if neither
-            has one.
+        has_chat_template: True if source and result have the same chat template; False if neither
+            has a template.
         notes: messages to the user.
-        perplexity: (perplexity of the source, perplexity of the result, bits per weight in the
-            file) on a fixed text, if llama.cpp quantised the file; otherwise None.
+        perplexity: a tuple of the source's perplexity on a fixed text, the result's perplexity on
+            the same text, and the number of bits per weight in the file. None unless llama.cpp
+            quantised the file.
     """
 
     out: Path
@@ -168,8 +169,8 @@ def convert(
     calibration: str | Path | None = None,
     best: bool = False,
 ) -> Conversion:
-    """Convert a model, and verify that the result is the same model as the source. If an error
-    occurs, nothing is written.
+    """Convert a model, and verify that the conversion has not changed it. If an error occurs,
+    nothing is written.
 
     Args:
         source: a Hugging Face model folder, a run, a GGUF file, a hub id, or another program's
@@ -183,8 +184,9 @@ def convert(
         tokenizer: folder or file of a tokenizer that replaces the source's tokenizer.
         config: JSON file with keys of a Hugging Face config.json that another program's files lack.
         tolerance: largest allowed difference between logits, as a fraction of the largest logit;
-            None uses the format's limit (`TOLERANCES`). For formats of llama.cpp's quantiser, it is
-            the largest allowed relative increase of the perplexity (`PERPLEXITY_LIMITS`).
+            None uses the limit in `TOLERANCES`. For formats of llama.cpp's quantiser, this is
+            instead the largest allowed relative increase of the perplexity, and None uses the limit
+            in `PERPLEXITY_LIMITS`.
         calibration: text file for the importance matrix of llama.cpp's quantiser.
         best: True to use a run folder's checkpoint with the lowest validation loss instead of the
             newest.
@@ -195,8 +197,8 @@ def convert(
         ModelError, CheckpointError, TokenizerError: the source can't be read or can't be
             expressed in the target format, or the result's tensors, logits, perplexity or chat
             template differ.
-        MissingDependencyError: the gguf package (for GGUF) or llama-cpp-python (for the formats of
-            llama.cpp's quantiser) is not installed.
+        MissingDependencyError: the gguf package (for GGUF files) or llama-cpp-python (for the
+            formats of llama.cpp's quantiser) is not installed.
         StorageError: a file can't be written.
     """
     dtype, text = _checked_options(to, dtype, tolerance, calibration)
@@ -245,8 +247,9 @@ def _converted(
     else:
         plain = folder / (f"plain-{file}" if quantised else file)
         result = _write_gguf(model, plain, chosen)
-    # For a quantised file, `tolerance` limits the perplexity. The intermediate file that llama.cpp
-    # quantises is not rounded, so the usual limit on logits applies.
+    # For a quantised file, `tolerance` is a limit on the perplexity. The logits of the intermediate
+    # file that llama.cpp quantises are compared with the default limit, because that file is not
+    # rounded.
     limit = None if quantised else tolerance
     difference, largest, more = _compare(model, config, result, rounding, tolerance=limit)
     if quantised:
@@ -284,8 +287,8 @@ def _converted(
 
 
 def _notes(model: Source, to: str) -> list[str]:
-    """Return notes about the source, about differences in the target program, and about a missing
-    tokenizer.
+    """Return notes for the user about the source, about differences in the target program, and
+    about a missing tokenizer.
     """
     if to == "hf":
         notes = export_notes(model.config, model.tokenizer)
@@ -296,8 +299,8 @@ def _notes(model: Source, to: str) -> list[str]:
 
 
 def _result_dtype(tensors: Mapping[str, Tensor], dtype: str, to: str) -> tuple[str, str]:
-    """Return the dtype of the result ("mixed" if there are several), and the format to which its
-    weights are rounded ("f32" if they are not rounded).
+    """Return the dtype of the result, or "mixed" if it has several, and the format to which its
+    weights are rounded, or "f32" if they are not rounded.
     """
     kinds = {tensor.dtype for tensor in tensors.values()}
     own = next((name for name, kind in _TORCH_DTYPES.items() if kinds == {kind}), "mixed")
@@ -342,8 +345,9 @@ def _checked_options(
 
 
 def _free_place(out: str | Path, source: str | Path) -> Path:
-    """Return the path of `out` after checking that it is missing or empty and outside the
-    source."""
+    """Return `out` as a path, after checking that this folder is missing or empty and lies outside
+    the source.
+    """
     out, folder = Path(out).expanduser(), Path(source).expanduser()
     if folder.is_dir() and out.resolve().is_relative_to(folder.resolve()):
         raise InputError(
@@ -439,8 +443,8 @@ def _rounded(tensors: Mapping[str, Tensor], dtype: str | None) -> Mapping[str, T
 def _compare(
     model: Source, config: ModelConfig, result: _Result, kind: str, *, tolerance: float | None
 ) -> tuple[float, float, list[str]]:
-    """Raise an error if the result differs from the source by more than rounding to the format
-    `kind` explains.
+    """Raise an error if the result differs from the source by more than can be explained by
+    rounding to the format `kind`.
 
     Returns:
         The largest difference between corresponding logits, the largest logit, and notes.
@@ -451,7 +455,7 @@ def _compare(
         if found is None or found.fingerprint != model.tokenizer.fingerprint:
             raise ModelError(f"the tokenizer of {result.name} differs from the source's tokenizer")
         notes = require_same_chat(model.tokenizer, found, result.name)
-    # Gemma's norms multiply by 1 + w; GGUF stores the sum, which is rounded.
+    # Gemma's norms multiply by 1 + w. GGUF stores this sum, which has been rounded.
     is_shifted = config.family.norm_kind == "one_plus"
     require_same_tensors(model.tensors, result.tensors, kind, "norm.weight" if is_shifted else "")
     dtype = check_dtype(config)
@@ -478,7 +482,7 @@ def _compare(
 T = TypeVar("T")
 
 #: An embedding with fewer than this many rows beyond the tokenizer's vocabulary is considered
-#: padded, because programs pad the vocabulary to a multiple of 64 or 128.
+#: padded. Programs pad the vocabulary to a multiple of 64 or 128.
 _MAX_PADDING = 128
 
 
@@ -488,10 +492,10 @@ class Source:
 
     Attributes:
         program: the program that wrote the model, or "adapter (PEFT)".
-        name: name of the result, consisting of characters that are valid in file names.
+        name: name for the result, which contains only characters that are valid in file names.
         config: content of config.json. If `tokenizer` comes from a different folder, its special
             token ids replace those in config.json.
-        tensors: tensors, keyed by Hugging Face name, memory-mapped where possible.
+        tensors: tensors, keyed by Hugging Face name; they are memory-mapped where possible.
         tokenizer: tokenizer of the result, if any.
         folder: Hugging Face folder whose other files are copied to the result, or None.
         notes: messages to the user.
@@ -555,8 +559,9 @@ def read_source(
 
 
 def _read_folder(folder: Path, name: str, given: Tokenizer | None) -> Source:
-    """Read a Hugging Face folder or an adapter. The tokenizer `given`, if any, replaces the model's
-    tokenizer."""
+    """Read a Hugging Face folder or an adapter. If the tokenizer `given` is not None, it replaces
+    the model's tokenizer.
+    """
     if is_adapter(folder):
         return _read_adapter(folder, name, given)
     content, tensors = read_folder(folder)
@@ -575,7 +580,7 @@ def _read_folder(folder: Path, name: str, given: Tokenizer | None) -> Source:
 def _generation(
     content: Mapping[str, Any], ends: Sequence[int], given: Tokenizer | None
 ) -> dict[str, Any]:
-    """Return the content of a generation_config.json that lists all end tokens of the model. If the
+    """Return the content for generation_config.json, with all end tokens of the model. If the
     tokenizer `given` replaces the model's tokenizer, return the content without token ids.
     """
     if given is not None:
@@ -605,8 +610,9 @@ def with_qkv_biases(model: Source) -> Source:
 def _read_adapter(folder: Path, name: str, given: Tokenizer | None) -> Source:
     """Merge an adapter into its base model.
 
-    The base model's other files are copied, unless `given` or a tokenizer in the adapter's folder
-    replaces the base model's tokenizer, or the adapter unties the head or adds tokens.
+    The base model's other files are copied, except in two cases: the base model's tokenizer is
+    replaced by `given` or by a tokenizer in the adapter's folder, or the adapter unties the head or
+    adds tokens.
     """
     base = adapter_chain(folder)[-1]
     loaded = load_model(folder)
@@ -637,7 +643,7 @@ def read_folder(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Read the config.json of a model folder as an object, and the tensors, keyed by Hugging Face
     name.
 
-    Tensors are memory-mapped, with two exceptions: the tensors of a sharded checkpoint are
+    Tensors are memory-mapped, with two exceptions. The tensors of a sharded checkpoint are
     assembled in memory, and MXFP4 experts are unpacked. Stacked experts are split into one view per
     expert.
 
@@ -679,7 +685,7 @@ def _special_tokens(tokenizer: Tokenizer) -> dict[str, int | None]:
 
 
 def _read_foreign(path: Path, tokenizer: Tokenizer | None, config: str | Path | None) -> Source:
-    """Read a model from another program's file or folder; see `read_source` for the arguments."""
+    """Read a model from another program's file or folder. For the arguments, see `read_source`."""
     is_pickled = path.name.startswith("pytorch_model") and path.suffix == ".bin"
     if path.suffix.lower() in (".safetensors", ".json") or is_pickled:
         raise InputError(f"{path} is only one file of a model: use its folder, {path.parent}")
@@ -723,7 +729,7 @@ def _tokenizer_beside(folder: Path) -> Tokenizer | None:
     """Return the tokenizer that is stored with another program's model, or None.
 
     The tokenizer is either in the model's folder or, as in Meta's downloads, in the file
-    `tokenizer.model` of the parent folder.
+    `tokenizer.model` in the parent folder.
     """
     for place in (folder, folder.parent / "tokenizer.model"):
         names = ("tokenizer.json", "tokenizer.model", "vocab.bpe", "merges.txt")
@@ -734,9 +740,9 @@ def _tokenizer_beside(folder: Path) -> Tokenizer | None:
 
 def _without_padding(model: ForeignModel, tokenizer: Tokenizer | None) -> ForeignModel:
     """Remove the rows of the embedding and head that pad the vocabulary beyond the tokenizer's
-    size. The ids of these rows are not tokens and must never be predicted.
+    size. The ids of these rows do not stand for tokens and must never be predicted.
 
-    If there are `_MAX_PADDING` or more such rows, they are not considered padding: they are kept,
+    If there are `_MAX_PADDING` or more such rows, they are not considered padding. They are kept,
     and a note is added.
     """
     size = model.config["vocab_size"]

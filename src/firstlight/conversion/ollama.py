@@ -1,8 +1,9 @@
-"""Modelfiles for Ollama: the chat template in Go's syntax, stop texts and the context length.
+"""Write Modelfiles for Ollama, which contain the chat template in Go's syntax, stop strings and the
+context length.
 
 Ollama renders conversations with a template in Go's `text/template` syntax instead of the
-tokenizer's Jinja template. The texts around the messages are extracted from conversations rendered
-by the tokenizer's template, and the resulting template is verified on other conversations.
+tokenizer's Jinja template. The text around each message is extracted from conversations rendered
+with the tokenizer's template. The resulting template is verified on different conversations.
 """
 
 from __future__ import annotations
@@ -20,17 +21,17 @@ from firstlight.weights.huggingface import end_ids, generation_config, sampling_
 
 Messages = Sequence[Mapping[str, str]]
 
-#: Maximum context length in tokens for a Modelfile, because Ollama allocates the cache for the full
-#: context when it loads a model.
+#: Maximum context length in tokens that is written to a Modelfile. It is limited because Ollama
+#: allocates the cache for the full context when it loads a model.
 _MOST_CONTEXT = 32_768
 
-#: Message contents that are easy to find in a rendered conversation, because no template contains
-#: them.
+#: Message contents that are easy to find in a rendered conversation, because they do not occur in
+#: templates.
 _SYSTEM = "System-7f3a"
 _FIRST = "First-7f3a"
 _ANSWER = "Answer-7f3a"
 _SECOND = "Second-7f3a"
-#: Roles in a conversation, starting with the first question.
+#: Roles of the messages in a conversation, starting with the first question.
 _TURNS = ("user", "assistant", "user", "assistant", "user")
 #: Message contents of the conversations on which the template is verified.
 _CONTENTS = (
@@ -44,12 +45,12 @@ _CONTENTS = (
 
 @dataclass(frozen=True)
 class OllamaTemplate:
-    """Texts around the messages of a conversation.
+    """The text that a chat template adds around the messages of a conversation.
 
     Attributes:
         head: text before the first question in a conversation without a system message.
         system_head: text before the system message. It replaces `head` or, with `is_last`, follows
-            the text before the last question. None if the template does not support system
+            the text before the last question. It is None if the template does not support system
             messages.
         system_end: text between the system message and the question that follows.
         user: text before every question except the first.
@@ -58,7 +59,7 @@ class OllamaTemplate:
         prompt: text after the last question, which the model continues with its answer.
         is_last: True if the system message is rendered with the last question, as in Mistral's
             templates.
-        stops: texts that make Ollama end an answer.
+        stops: strings that make Ollama end an answer.
     """
 
     head: str
@@ -72,7 +73,7 @@ class OllamaTemplate:
     stops: tuple[str, ...]
 
     def render(self, messages: Messages) -> str:
-        """Return the text that the template `go` renders."""
+        """Return the text that the template `go` would render for these messages."""
         system = "\n\n".join(m["content"] for m in messages if m["role"] == "system")
         has_system = bool(system) and self.system_head is not None
         shown = f"{self.system_head}{system}{self.system_end}"
@@ -89,7 +90,7 @@ class OllamaTemplate:
 
     @property
     def go(self) -> str:
-        """Template in Go's syntax."""
+        """The template in Go's syntax."""
         question = f"{{{{ if lt $i 2 }}}}{self.head}{{{{ else }}}}{self.user}{{{{ end }}}}"
         system = f"{self.system_head}{{{{ $.System }}}}{self.system_end}"
         if self.system_head is not None and self.is_last:
@@ -109,10 +110,10 @@ class OllamaTemplate:
 
 
 def ollama_template(tokenizer: Tokenizer) -> OllamaTemplate | None:
-    """Return an Ollama template that renders the same texts as the tokenizer's chat template, or
+    """Return an Ollama template that renders the same text as the tokenizer's chat template, or
     None if no such template exists.
 
-    The texts do not include the beginning-of-sequence token if llama.cpp adds it.
+    The rendered text does not include the beginning-of-sequence token if llama.cpp adds this token.
     """
     try:
         template = _observed(tokenizer)
@@ -137,13 +138,14 @@ def ollama_template(tokenizer: Tokenizer) -> OllamaTemplate | None:
 
 def _rendered(tokenizer: Tokenizer, messages: Messages, *, prompt: bool = True) -> str:
     """Render messages with the tokenizer's chat template. Omit the beginning-of-sequence token if
-    llama.cpp adds it."""
+    llama.cpp adds this token.
+    """
     text = tokenizer.apply_chat_template(messages, add_generation_prompt=prompt)
     return text.removeprefix(tokenizer.bos_token or "") if tokenizer.add_bos else text
 
 
 def _observed(tokenizer: Tokenizer) -> OllamaTemplate:
-    """Determine the texts that the tokenizer's template renders around the messages.
+    """Determine the text that the tokenizer's template renders around the messages.
 
     Raises:
         FirstlightError: the template rejects a plain conversation.
@@ -189,8 +191,8 @@ def _observed(tokenizer: Tokenizer) -> OllamaTemplate:
 
 
 def _around(text: str, *contents: str) -> list[str]:
-    """Return the texts before, between and after `contents`, each of which must occur exactly once,
-    in this order.
+    """Split `text` at `contents`, each of which must occur exactly once and in this order. Return
+    the parts before, between and after them.
 
     Raises:
         ValueError: one of `contents` does not occur exactly once or in this order.
@@ -205,8 +207,8 @@ def _around(text: str, *contents: str) -> list[str]:
 
 
 def _stops(tokenizer: Tokenizer, end: str, user: str) -> tuple[str, ...]:
-    """Return the texts that end an answer: the special tokens between an answer and a question or,
-    if there are none, the entire text before a question.
+    """Return the strings that end an answer. They are the special tokens between an answer and a
+    question or, if there are none, the entire text before a question.
     """
     found = sorted(
         (place, token)
@@ -246,8 +248,8 @@ def modelfile(
                 "has no TEMPLATE, so write one in Go's syntax (https://docs.ollama.com/template)"
             )
         else:
-            # Today's date occurs in this form only in templates that request it, such as the
-            # template of gpt-oss.
+            # Today's date occurs in this form only if the template asks for it, as the template of
+            # gpt-oss does.
             go = template.go.replace(date.today().isoformat(), "{{ currentDate }}")
             lines.append(f'TEMPLATE """{go}"""')
             if date.today().strftime("%d %b %Y") in go:
@@ -263,7 +265,7 @@ def modelfile(
     if tokenizer is not None:
         ends = end_ids(generation_config(tokenizer, generation))
         stops += [text for i in ends if (text := tokenizer.backend.id_to_token(i)) is not None]
-    # Stop texts are quoted in a Modelfile, so they can't contain quotation marks.
+    # Stop strings are quoted in a Modelfile, so they can't contain quotation marks.
     lines += [f'PARAMETER stop "{stop}"' for stop in dict.fromkeys(stops) if '"' not in stop]
     for name, value in sampling_settings(generation).items():
         lines.append(f"PARAMETER {name.replace('repetition', 'repeat')} {value}")

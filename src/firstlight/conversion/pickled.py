@@ -1,10 +1,11 @@
-"""Pickled weights: files written by `torch.save`, and model folders with `pytorch_model.bin`.
+"""Read pickled weights from files written by `torch.save` and from model folders with
+`pytorch_model.bin`.
 
 This is the only module that reads pickles. It uses torch's unpickler with `weights_only=True`,
 after checking that the pickle's opcodes build only tensors, numbers, strings and containers.
-`weights_only` alone would also call functions that allocate unlimited memory (`bytearray`,
-`torch.FloatTensor`), and would practically never finish on nested tuples that contain the same
-tuple many times.
+`weights_only` alone would not be enough. It allows functions that can allocate unlimited memory
+(`bytearray`, `torch.FloatTensor`), and it would practically never finish on nested tuples that
+contain the same tuple many times.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ from firstlight.weights.stored import (
     indexed_tensors,
 )
 
-#: First bytes of a file written by `torch.save`: the signature of a zip archive or, before PyTorch
-#: 1.6, a pickled magic number.
+#: First bytes of a file written by `torch.save`. They are the signature of a zip archive or, before
+#: PyTorch 1.6, a pickled magic number.
 _ZIP = b"PK\x03\x04"
 _BEFORE_1_6 = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
 
@@ -39,8 +40,8 @@ _BEFORE_1_6 = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
 #: the values of the tensors are stored in other entries. Checking one megabyte of opcodes takes
 #: about a second.
 _MAX_PICKLE_BYTES = 1_500_000
-#: Number of consecutive pickles at the beginning of a file from before PyTorch 1.6. The values of
-#: the tensors follow these pickles.
+#: Number of consecutive pickles at the beginning of a file from before PyTorch 1.6. These pickles
+#: are followed by the values of the tensors.
 _PICKLES_BEFORE_1_6 = 5
 #: Maximum number of elements in a tuple, including those of nested tuples. A tuple that occurs
 #: several times is counted each time, because hashing visits every occurrence.
@@ -48,7 +49,7 @@ _MOST_TUPLE_PARTS = 10_000
 #: Maximum number of elements in all containers of a file. A container that occurs several times is
 #: counted each time, because comparison visits every occurrence.
 _MOST_PARTS = 1_000_000
-#: Names ("module name") that a pickle may refer to.
+#: Names that a pickle is allowed to refer to, in the form "module name".
 _PLAIN = re.compile(
     r"collections OrderedDict|torch._utils _rebuild_(tensor(_v[23])?|parameter)"
     r"|torch\.storage UntypedStorage|torch (\w+Storage|Size|device|[a-z]+\d+\w*|bool)"
@@ -61,7 +62,7 @@ _KINDS = {dtype: kind for kind, dtype in FLOAT_FORMATS.items()}
 
 
 class _DamagedError(Exception):
-    """Raised for a damaged file; `read_pickle` converts this to a ModelError."""
+    """Raised for a damaged file. `read_pickle` converts this error to a ModelError."""
 
 
 def read_pickle(path: Path) -> Any:
@@ -101,7 +102,7 @@ def read_pickle(path: Path) -> Any:
         raise ModelError(f"can't read the checkpoint: {_os_error(path, error)}") from error
     except ModelError:
         raise
-    except Exception as error:  # torch raises about ten classes, including Exception.
+    except Exception as error:  # torch raises about ten classes of errors, including Exception.
         raise ModelError(
             f"{path} is damaged, truncated or not a checkpoint with only weights: copy it again, "
             "or save the model's state_dict with the program that created it"
@@ -122,7 +123,8 @@ def _named_in(path: Path, is_zip: bool) -> Iterator[str]:
     with zipfile.ZipFile(path) as archive:
         entries = archive.infolist()
         pickles = [entry for entry in entries if entry.filename.lower().endswith("data.pkl")]
-        # torch.save does not compress; a compressed entry could expand to any amount of memory.
+        # `torch.save` does not compress entries. A compressed entry could expand to any amount of
+        # memory.
         if len(pickles) != 1 or any(entry.compress_type for entry in entries):
             raise zipfile.BadZipFile("it was not written by torch.save")
         if pickles[0].file_size > _MAX_PICKLE_BYTES:
@@ -137,8 +139,8 @@ def _names_of(file: IO[bytes]) -> Iterator[str]:
     Raises:
         _DamagedError: the pickle is too long or contains tuples with too many elements.
     """
-    # Simulate the unpickler's stack and memo (`known`). A tuple is represented by its number of
-    # elements (1 plus the numbers of its elements), a mark by None, and any other value by 1.
+    # Simulate the unpickler's stack and memo (`known`). A tuple is represented by its size, which
+    # is 1 plus the sizes of its elements. A mark is represented by None, and any other value by 1.
     stack: list[int | None] = []
     known: dict[Any, int | None] = {}
     for opcode, argument, place in pickletools.genops(file):
@@ -165,7 +167,9 @@ def _names_of(file: IO[bytes]) -> Iterator[str]:
 
 
 def _take(opcode: pickletools.OpcodeInfo, stack: list[int | None]) -> list[int]:
-    """Remove an opcode's operands from the simulated stack. Return their numbers of elements."""
+    """Remove an opcode's operands from the simulated stack. Return the sizes that represent
+    them.
+    """
     taken: list[int] = []
     for kind in reversed(opcode.stack_before):
         if kind is pickletools.stackslice:
@@ -177,8 +181,8 @@ def _take(opcode: pickletools.OpcodeInfo, stack: list[int | None]) -> list[int]:
 
 
 def _require_few_parts(content: Any) -> None:
-    """Raise an error if containers are nested and repeated so many times that comparing or printing
-    the content would take forever.
+    """Raise an error if containers are nested and repeated so often that comparing or printing the
+    content would take forever.
 
     Raises:
         _DamagedError: the containers have more than `_MOST_PARTS` elements.
@@ -209,8 +213,8 @@ def named_weights(path: Path, content: Any) -> dict[str, Any]:
 
     Args:
         path: path of the file, for messages.
-        content: content of the file: the state_dict, or a mapping that contains it as "model" or
-            "model_state_dict".
+        content: content of the file, which is the state_dict or a mapping that contains it as
+            "model" or "model_state_dict".
 
     Raises:
         ModelError: no state_dict was found.
@@ -257,7 +261,8 @@ def pickled_tensors(folder: Path) -> dict[str, Tensor]:
 
     Raises:
         ModelError: a file is missing, damaged or contains objects other than weights; the index
-            does not match its files; or tensors don't match config.json (the message names them).
+            does not match its files; or tensors do not match config.json, in which case the message
+            names them.
     """
     stored = {n: _PickledTensor(t) for n, t in _all_tensors(folder).items()}
     config = read_config(folder)

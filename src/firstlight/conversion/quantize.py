@@ -2,9 +2,9 @@
 quantisation.
 
 llama.cpp quantises an unrounded GGUF file. An importance matrix specifies which columns of each
-weight matrix matter most: it contains the mean square of each input on a calibration text. Most
-formats with fewer than three bits require an importance matrix. The quantised file is then run in
-llama.cpp, and its perplexity on a fixed text is compared with the perplexity of the source.
+weight matrix matter most. It contains the mean square of each column's input on a calibration text.
+Most formats with fewer than three bits require an importance matrix. The quantised file is then run
+in llama.cpp, and its perplexity on a fixed text is compared with the perplexity of the source.
 """
 
 from __future__ import annotations
@@ -62,12 +62,12 @@ QUANTISED = {
 }
 
 #: Largest allowed relative increase of the perplexity, keyed by the number of bits in a format's
-#: name. These limits are loose: for the model stories260K, the perplexity rose by at most 6 %. That
-#: model is so narrow that every format uses at least 4 bits.
+#: name. These limits are loose. For the model stories260K, the perplexity rose by at most 6 %, but
+#: that model is so narrow that every format uses at least 4 bits.
 PERPLEXITY_LIMITS = {"6": 0.05, "5": 0.1, "4": 0.25, "3": 0.75, "2": 3.0, "1": 15.0}
 
-#: Maximum number of tokens on which the perplexity is measured, and number of tokens per
-#: calibration row.
+#: Maximum number of tokens on which the perplexity is measured. It is also the number of tokens in
+#: a row of the calibration text.
 _ROW_TOKENS = 512
 #: Maximum number of rows of a calibration text that are used (32,768 tokens).
 _CALIBRATION_ROWS = 64
@@ -114,8 +114,8 @@ def import_llama_cpp() -> Any:
 
 
 def perplexity_limit(dtype: str) -> float:
-    """Return the largest allowed increase of the perplexity for a format, relative to the
-    source.
+    """Return the largest allowed increase of the perplexity for a format, relative to the source's
+    perplexity.
     """
     return PERPLEXITY_LIMITS[dtype.removeprefix("i")[1]]
 
@@ -129,8 +129,8 @@ def quantise(
         source: GGUF file in f32, f16 or bf16.
         out: the file to write.
         dtype: one of `QUANTISED`.
-        importance: importance of each input of a matrix, fp32 [inputs], keyed by the matrix's GGUF
-            name; None to quantise without an importance matrix.
+        importance: for each matrix, keyed by its GGUF name, the importance of its inputs as an fp32
+            tensor of shape [inputs]. None to quantise without an importance matrix.
 
     Raises:
         ModelError: llama.cpp fails, for example because the format needs an importance matrix.
@@ -181,19 +181,21 @@ def _said(library: Any) -> Iterator[list[str]]:
 def importance_matrix(
     config: Mapping[str, Any], tensors: Mapping[str, Tensor], tokenizer: Tokenizer, text: str
 ) -> dict[str, Tensor]:
-    """Compute the importance matrix: the mean square of each input of each weight matrix on a text.
+    """Compute the importance matrix, which contains the mean square of each input of each weight
+    matrix on a calibration text.
 
-    The matrices of experts, the embedding and the head are omitted.
+    Experts, the embedding and the head are omitted.
 
     Args:
         config: the model's config.json.
         tensors: weights, keyed by Hugging Face name.
         tokenizer: the model's tokenizer.
-        text: calibration text; at most its first 64 rows are used. A row has 512 tokens, or the
-            context length if that is shorter.
+        text: calibration text; at most its first 64 rows are used. A row has 512 tokens, or as many
+            as the context length if that is smaller.
 
     Returns:
-        The mean squares, fp32 [inputs], keyed by the GGUF name of the matrix.
+        A dict from the GGUF name of each matrix to its inputs' mean squares, an fp32 tensor of
+        shape [inputs].
 
     Raises:
         ConfigError: the text is shorter than one row.
@@ -222,8 +224,9 @@ def importance_matrix(
 
 
 def _square_sums(sums: dict[str, Tensor], name: str) -> Any:
-    """Return a forward pre-hook that adds a module's squared inputs, [..., inputs], to
-    `sums[name]`."""
+    """Return a forward pre-hook that squares a module's inputs, of shape [..., inputs], and adds
+    them to `sums[name]`.
+    """
 
     def add(_: nn.Module, inputs: Sequence[Tensor]) -> None:
         squares = inputs[0].float().square().flatten(0, -2).sum(0)
@@ -233,24 +236,27 @@ def _square_sums(sums: dict[str, Tensor], name: str) -> Any:
 
 
 def evaluation_ids(tokenizer: Tokenizer, context: int) -> Tensor:
-    """Return the first token ids of `EVALUATION_TEXT`, int64 [1, T], where T is at most 512 and at
-    most the context length."""
+    """Return the first token ids of `EVALUATION_TEXT`. They are int64 of shape [1, T], where T is
+    at most 512 and at most the context length.
+    """
     start = [tokenizer.separator_id] if tokenizer.add_bos else []
     ids = [*start, *tokenizer.encode(EVALUATION_TEXT)]
     return torch.tensor([ids[: min(context, _ROW_TOKENS)]])
 
 
 def perplexity(logits: Tensor, ids: Tensor) -> float:
-    """Return the perplexity of `ids`, int64 [1, T], under `logits`, [1, T, V].
+    """Return the perplexity of the token ids `ids`, int64 of shape [1, T], under `logits`, of shape
+    [1, T, V].
 
     The first token is excluded, because no logits predict it. The result is infinite if the loss
-    exceeds 709 nats, because its exponential overflows in fp64.
+    exceeds 709 nats, because the exponential then overflows in fp64.
     """
     return float(F.cross_entropy(logits[0, :-1].float(), ids[0, 1:]).double().exp())
 
 
 def llama_cpp_logits(path: Path, ids: Tensor) -> Tensor:
-    """Run a GGUF file in llama.cpp on `ids`, int64 [1, T], and return the logits, fp32 [1, T, V].
+    """Run a GGUF file in llama.cpp on the token ids `ids`, int64 of shape [1, T]. Return fp32
+    logits of shape [1, T, V].
 
     Raises:
         ModelError: llama.cpp can't open the file or compute the logits.
@@ -259,7 +265,7 @@ def llama_cpp_logits(path: Path, ids: Tensor) -> Tensor:
     tokens = ids[0].tolist()
     with _said(library), contextlib.ExitStack() as stack:
         settings = library.llama_model_default_params()
-        # Don't repack weights for AMX: if llama.cpp was built with GCC 12, its kernels for repacked
+        # Don't repack weights for AMX. If llama.cpp was built with GCC 12, its kernels for repacked
         # weights crash the process.
         settings.use_extra_bufts, settings.n_gpu_layers = False, 0
         model = library.llama_model_load_from_file(bytes(path), settings)
@@ -289,7 +295,7 @@ def llama_cpp_logits(path: Path, ids: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class QuantisationLoss:
-    """Loss of accuracy caused by quantising a file.
+    """Accuracy lost by quantising a file.
 
     Attributes:
         source: perplexity on `EVALUATION_TEXT` under the source's logits.
@@ -325,9 +331,10 @@ def quantise_source(
         out: the file to write.
         dtype: one of `QUANTISED`.
         config, tensors, tokenizer: the source of the conversion.
-        text: calibration text for the importance matrix; None to quantise without one.
-        limit: largest allowed relative increase of the perplexity; None uses the format's limit
-            (`PERPLEXITY_LIMITS`).
+        text: calibration text for the importance matrix; None to quantise without an importance
+            matrix.
+        limit: largest allowed relative increase of the perplexity; None uses the format's limit in
+            `PERPLEXITY_LIMITS`.
 
     Raises:
         ConfigError: the calibration text is too short.

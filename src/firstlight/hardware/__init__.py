@@ -1,3 +1,3 @@
-"""The machine: device detection, the GPU table, and environment variables for torch's thread
-library and allocator.
+"""Tools for the machine. They detect the device, look up GPUs in a table, and set environment
+variables for torch's thread library and allocator.
 """

@@ -1,4 +1,4 @@
-"""Compile times of torch.compile on a machine, and the resulting speedup.
+"""Estimate how long torch.compile takes on a machine, and how much faster the compiled model is.
 
 This module does not import torch, because `train TEXTS` uses it before torch is imported.
 """
@@ -16,32 +16,33 @@ from firstlight.errors import StorageError
 from firstlight.files.atomic import make_folder, write_json
 from firstlight.files.cache import cache_folder
 
-#: Usual figures, keyed by kind of device and `efficiency.compile_regional`: seconds for compiling a
-#: model, additional seconds per layer, speed-up of a compiled step, and speed-up of a step that is
-#: limited by kernel launches.
+#: Usual compile times and speed-ups, keyed by kind of device and `efficiency.compile_regional`.
+#: Each entry contains the seconds for compiling a model, the additional seconds per layer, the
+#: speed-up of a compiled step, and the speed-up of a step that is limited by kernel launches.
 #:
 #: The following figures were measured:
 #:
-#: - on 2 cores of a CPU: 15 s, and speed-ups of 1.4 for a width of 64 and 1.18 for a width of 192;
-#: - on an H100: 28 s and a speed-up of 2.07 for a full GPT-2 124M;
-#: - on an H200: 12 s for the loss and one layer of width 448.
+#: - On 2 cores of a CPU, compilation took 15 s. The speed-up was 1.4 for a width of 64 and 1.18 for
+#:   a width of 192.
+#: - On an H100, compiling a full GPT-2 124M took 28 s, and the speed-up was 2.07.
+#: - On an H200, compiling the loss and one layer of width 448 took 12 s.
 #:
 #: The other GPU figures are estimates based on the number of kernels.
 _USUAL = {
     "cpu": {True: (15.0, 0.0, 1.0, 1.0), False: (16.0, 0.5, 1.01, 1.01)},
     "cuda": {True: (12.0, 0.0, 1.8, 3.0), False: (4.0, 2.0, 2.07, 5.5)},
 }
-#: On a CPU, _CPU_WIDTH / (_CPU_WIDTH + width) is added to the speed-up, which therefore shrinks
-#: with the width. In a wide model, matrix products take most of the time, and compilation speeds up
-#: only the operations between them.
+#: On a CPU, _CPU_WIDTH / (_CPU_WIDTH + width) is added to the speed-up, so wider models gain less.
+#: In a wide model, matrix products take most of the time, and compilation speeds up only the
+#: operations between them.
 _CPU_WIDTH = 40.0
 #: Compiling for a GPU takes _SLOW_HOST times as long on machines with at most _FEW_CORES cores.
 _SLOW_HOST, _FEW_CORES = 3.0, 4
-#: Compilation takes at least this many times as long while other programs use the cores.
+#: Factor by which compilation is slower, at least, while other programs use the cores.
 _BUSY = 4.0
-#: Compilation is chosen only if it saves at least this multiple of its own time, because both times
-#: are estimates. On a machine where compilation took 1.5 times as long as estimated, a run of 50 s
-#: had time for only two steps.
+#: Compilation is chosen only if it saves at least this multiple of the time it takes, because both
+#: times are estimates. On one machine, compilation took 1.5 times as long as estimated, and a run
+#: of 50 s had time for only two steps.
 _MARGIN = 1.5
 #: File in the cache folder that stores the compile times.
 _TIMES_NAME = "compile_times.json"
@@ -49,13 +50,14 @@ _TIMES_NAME = "compile_times.json"
 
 @dataclass(frozen=True)
 class Compiling:
-    """A way to compile the training step of a model, or `NOT_COMPILED`.
+    """A way to compile the training step of a model. `NOT_COMPILED` is the mode without
+    compilation.
 
     Attributes:
         compiles, regional: the values of `efficiency.compile` and `efficiency.compile_regional`.
         seconds: expected compile time in seconds.
-        gain: expected speed of a step as a multiple of the speed without torch.compile.
-        launch_gain: expected gain for a step whose time is dominated by kernel launches.
+        gain: expected speed of a step, as a multiple of its speed without torch.compile.
+        launch_gain: the same multiple for a step whose time is dominated by kernel launches.
     """
 
     compiles: bool
@@ -65,8 +67,8 @@ class Compiling:
     launch_gain: float = 1.0
 
     def left_of(self, seconds: float) -> float:
-        """Return the part of `seconds` that remains for steps. It is at least a tenth, so that
-        models can be compared even if compilation takes all of the time.
+        """Return the part of `seconds` that compilation leaves for steps. It is at least a tenth of
+        `seconds`, so that models can be compared even if compilation takes all of the time.
         """
         return max(seconds - self.seconds, 0.1 * seconds, 0.0)
 
@@ -77,12 +79,13 @@ NOT_COMPILED = Compiling(False)
 def best_compile_mode(
     modes: Iterable[Compiling], seconds: Callable[[Compiling], float]
 ) -> Compiling:
-    """Return the compilation mode with the shortest run time. Compile times are multiplied by
-    `_MARGIN`.
+    """Return the compilation mode with the shortest total time, which includes the compile time
+    multiplied by `_MARGIN`.
 
     Args:
         modes: candidate modes, usually including `NOT_COMPILED`.
-        seconds: function that returns the run time of a mode in seconds, without its compile time.
+        seconds: function that returns the run time with a mode, in seconds, excluding its compile
+            time.
     """
     return min(modes, key=lambda mode: seconds(mode) + _MARGIN * mode.seconds)
 
@@ -99,7 +102,7 @@ class Compiler:
     Attributes:
         kind: device type for which code is compiled, "cpu" or "cuda".
         device: name of the device if it is in this machine; otherwise "". Compile times are stored
-            only for this machine.
+            only for a device in this machine.
         cores: number of cores of the machine.
     """
 
@@ -108,7 +111,7 @@ class Compiler:
     cores: int
 
     def modes(self, size: tuple[int, int], *, is_busy: bool = False) -> list[Compiling]:
-        """Return all compilation modes for a model except `NOT_COMPILED`.
+        """Return all compilation modes for a model, except for `NOT_COMPILED`.
 
         Args:
             size: hidden size and number of layers of the model.
@@ -124,8 +127,8 @@ class Compiler:
         return found
 
     def remember(self, size: tuple[int, int], seconds: float, *, regional: bool) -> None:
-        """Record a compile time that was measured with a cold inductor cache. It is stored as a
-        multiple of the usual time.
+        """Record a compile time that was measured with a cold inductor cache. The time is stored as
+        a multiple of the usual compile time.
 
         Only the smallest multiple is kept, because other load on the machine can only make
         compilation slower.
@@ -143,11 +146,14 @@ class Compiler:
 
     @property
     def _key(self) -> str:
-        # The last number is the version of `_USUAL`, to which the stored multiples refer.
+        # The last number is the version of `_USUAL`, because the stored numbers are multiples of
+        # its times.
         return f"{self.device}, {self.cores} cores, torch {_torch_version()}, 2"
 
     def _times(self) -> dict[str, float]:
-        """Return the stored multiples of usual times, or {} if the file is missing or damaged."""
+        """Return the stored multiples of the usual compile times, or {} if the file is missing or
+        damaged.
+        """
         if not self.device:
             return {}
         try:

@@ -1,5 +1,5 @@
-"""Detects the machine's device with its number formats, peak rates and memory, and rejects a GPU
-that the installed torch does not support.
+"""Detect the machine's device, including its number formats, peak rates and memory. A GPU that the
+installed torch does not support is rejected.
 
 Peak rates are never guessed. They are measured on CPUs and on GPUs that are not in the GPU table.
 """
@@ -37,7 +37,7 @@ class Hardware:
 
     Attributes:
         device: the device in torch.
-        name: the manufacturer's name of the device.
+        name: the manufacturer's name for the device.
         memory_bytes: memory of the device; for a CPU, memory of the machine.
         bf16: True if bf16 matrix products run in hardware.
         capability: CUDA compute capability; None without CUDA.
@@ -51,7 +51,8 @@ class Hardware:
 
 
 def find_hardware(device: str = "auto") -> Hardware:
-    """Detect the device to run on: a CUDA GPU if there is one, otherwise the CPU.
+    """Detect the device to run on. For "auto", this is a CUDA GPU if there is one, and otherwise
+    the CPU.
 
     Args:
         device: name of the device, such as "cpu", "cuda", "cuda:1" or "mps", or "auto".
@@ -70,7 +71,7 @@ def find_hardware(device: str = "auto") -> Hardware:
         if not torch.cuda.is_available() or (chosen.index or 0) >= torch.cuda.device_count():
             raise ConfigError(f"device '{device}' is not present on this machine")
         with warnings.catch_warnings():
-            # torch's warning about a GPU that it does not support is two paragraphs long.
+            # Hide torch's warning about an unsupported GPU, which is two paragraphs long.
             warnings.filterwarnings("ignore", r"\s*Found GPU.* capability", UserWarning)
             properties = torch.cuda.get_device_properties(chosen)
         _require_code(properties)
@@ -91,8 +92,8 @@ def find_hardware(device: str = "auto") -> Hardware:
 
 
 def _require_code(properties: Any) -> None:
-    """Reject a CUDA GPU that the installed torch does not support. Otherwise the first operator
-    would fail with "no kernel image is available".
+    """Reject a CUDA GPU that the installed torch does not support. Without this check, the first
+    operator would fail with "no kernel image is available".
 
     Raises:
         ConfigError: the GPU is not supported. The message names a package index with a suitable
@@ -100,9 +101,9 @@ def _require_code(properties: Any) -> None:
     """
     capability, built_for = (properties.major, properties.minor), []
     for arch in torch.cuda.get_arch_list():
-        # Examples: sm_80 (machine code, also for later minor versions), sm_90a (for this version
-        # only) and compute_90 (PTX, which the driver compiles for all later GPUs). ROCm's names
-        # look like gfx942.
+        # Examples of names: sm_80 (machine code, which also runs on later minor versions), sm_90a
+        # (machine code for this version only) and compute_90 (PTX, which the driver can compile for
+        # all later GPUs). ROCm's names look like gfx942.
         if found := re.fullmatch(r"(sm|compute)_(\d+)(\d)([a-z]?)", arch):
             code = int(found[2]), int(found[3])
             built_for.append(code)
@@ -133,7 +134,7 @@ def machine_facts(hardware: Hardware) -> dict[str, Any]:
 
 _BF16_CPU_FLAGS = {"amx_bf16", "avx512_bf16", "bf16"}
 
-#: Speed of bf16 relative to fp32 below which bf16 is not worth its rounding errors.
+#: Minimum speed of bf16 relative to fp32. Below this speed, bf16 is not worth its rounding errors.
 _WORTHWHILE = 1.2
 
 
@@ -141,8 +142,8 @@ _WORTHWHILE = 1.2
 def bf16_is_faster(device: torch.device) -> bool:
     """Return True if matrix products on a device are faster in bf16 than in fp32.
 
-    On CPUs, both rates are measured, because hardware support for bf16 does not imply that it is
-    faster. A CPU with avx512_bf16, but without AMX, ran bf16 at half the rate of fp32.
+    On CPUs, the rates of both dtypes are measured, because hardware support for bf16 does not imply
+    that it is faster. A CPU with avx512_bf16 but without AMX ran bf16 at half the rate of fp32.
     """
     if device.type != "cpu":
         return True
@@ -177,7 +178,8 @@ def _cpu_name() -> str:
 
 @functools.cache
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
-    """Return the peak FLOP/s of matrix products in `dtype` on `device`, the reference for MFU.
+    """Return the peak FLOP/s of matrix products in `dtype` on `device`. This rate is the reference
+    for MFU.
 
     For bf16 on a GPU in the GPU table, this is the data sheet's figure. In all other cases, the
     best rate of several large products is measured, which takes a fraction of a second.
@@ -201,25 +203,25 @@ def measured_matmul_flops(device: torch.device, dtype: torch.dtype) -> float:
     a = torch.full((size, size), 0.5, device=device, dtype=dtype)
     best, begun = 0.0, time.perf_counter()
     for attempt in range(6):
-        # A CPU without fp16 instructions takes seconds for each product.
+        # A CPU without fp16 instructions takes several seconds per product.
         if best and time.perf_counter() - begun > _MEASURING_SECONDS:
             break
         synchronize(device)
         start = time.perf_counter()
         a @ a
         synchronize(device)
-        if attempt:  # The first product includes the time to build kernels.
+        if attempt:  # Don't time the first product, which includes building kernels.
             best = max(best, 2 * size**3 / (time.perf_counter() - start))
     return best
 
 
 def single_threaded_pool(workers: int, name: str) -> ThreadPoolExecutor:
-    """Create a pool of threads that each run torch's operators on one core.
+    """Create a thread pool in which each thread runs torch's operators on a single core.
 
     Without this limit, each thread that runs an operator in parallel would create its own OpenMP
     threads and keep them. Once a process has more OpenMP threads than cores, GNU OpenMP makes all
-    waiting threads sleep immediately. As a result, training steps of small models took 1.7 times as
-    long after a thread without this limit had written the first checkpoint.
+    waiting threads sleep immediately. As a result, once a thread without this limit had written the
+    first checkpoint, the training steps of small models took 1.7 times as long as before.
 
     Args:
         workers: number of threads.
@@ -227,12 +229,13 @@ def single_threaded_pool(workers: int, name: str) -> ThreadPoolExecutor:
     """
 
     def use_one_core(threads: int) -> None:
-        # The first call in a thread sets its number of threads to the process-wide number. Make
-        # this call now, so that it does not override the number set in the next line.
+        # The first call in a new thread initialises its number of torch threads from the
+        # process-wide setting. Make this call first, so that it does not override the number set in
+        # the next line.
         torch.get_num_threads()
         torch.set_num_threads(1)
-        # The line above also sets the number for threads that start later. Restore this number in
-        # another thread, so that only the current thread is limited to one core.
+        # The line above also sets the number for threads that start later. Restore that number from
+        # a different thread, so that only the current thread is limited to one core.
         restoring = threading.Thread(target=torch.set_num_threads, args=(threads,))
         restoring.start()
         restoring.join()
@@ -249,9 +252,9 @@ def synchronize(device: torch.device) -> None:
 
 
 def upload(values: Any, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
-    """Copy numbers or a tensor from the host's memory to `device`.
+    """Copy a list of numbers or a tensor from host memory to `device`.
 
-    Copies to a CUDA GPU use page-locked memory, so that the host does not wait for them.
+    Copies to a CUDA GPU use page-locked memory, so the host does not wait for them.
     """
     tensor = torch.as_tensor(values, dtype=dtype, device="cpu")
     if device.type != "cuda":
@@ -260,10 +263,10 @@ def upload(values: Any, device: torch.device, dtype: torch.dtype | None = None) 
 
 
 def download(numbers: Tensor) -> Callable[[], list[float]]:
-    """Start copying numbers [N] to the host's memory. Return a function that waits for the copy and
-    returns the numbers.
+    """Start copying numbers of shape [N] to host memory. Return a function that waits for the copy
+    and then returns the numbers.
 
-    The copy is not delayed by work that is queued on a CUDA GPU after this call.
+    Work that is queued on a CUDA GPU after this call does not delay the copy.
     """
     if not numbers.is_cuda:
         return numbers.tolist
@@ -285,9 +288,9 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def free_memory_bytes(device: torch.device) -> int:
-    """Return the number of bytes that this process can still allocate. On a CPU, this is the
-    smallest of three numbers: the machine's available memory, and the memory left within the limits
-    of the control group and of the process (`ulimit -v`).
+    """Return the number of bytes that this process can still allocate. On a CPU, it is the minimum
+    of the machine's available memory, the memory left in the control group and the memory left
+    within the process's limit (`ulimit -v`).
     """
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
@@ -295,7 +298,7 @@ def free_memory_bytes(device: torch.device) -> int:
     group = Path("/sys/fs/cgroup")
     limit, used, stat = (group / f"memory.{name}" for name in ("max", "current", "stat"))
     if limit.exists() and used.exists() and (text := limit.read_text().strip()) != "max":
-        # Inactive file pages do not count as used, because the kernel frees them when memory is
+        # Don't count inactive file pages as used, because the kernel frees them when memory is
         # needed.
         cached = re.search(r"^inactive_file (\d+)$", stat.read_text(), re.MULTILINE)
         taken = int(used.read_text()) - (int(cached[1]) if cached else 0)
@@ -312,8 +315,8 @@ _UTILIZATION_SECONDS = 0.2
 
 
 class GpuMonitor:
-    """Reads a GPU's utilization and its memory use beyond allocated tensors, for the metrics of a
-    run.
+    """Reads a GPU's utilization and memory use for a run's metrics. The memory use includes more
+    than the tensors that torch has allocated.
 
     Args:
         device: the device of the run. Values are available only for CUDA GPUs.
@@ -334,7 +337,7 @@ class GpuMonitor:
             - "gpu_utilization": fraction of the driver's last sample period during which a kernel
               was running.
 
-            The last two values are read from NVML, and omitted if NVML is not available.
+            The last two values are read from NVML. They are omitted if NVML is not available.
         """
         if self._device.type != "cuda":
             return {}
@@ -354,8 +357,8 @@ class GpuMonitor:
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """Return the peak memory use in bytes. On a GPU, this is the peak of allocated tensors; on a
-    CPU, the peak of the process's resident memory since `reset_peak`.
+    """Return the peak memory use since `reset_peak`, in bytes. On a GPU, this is the peak of
+    allocated tensors. On a CPU, it is the peak of the process's resident memory.
     """
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)

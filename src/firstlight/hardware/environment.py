@@ -1,9 +1,9 @@
-"""Environment variables for torch's thread library and allocator, and the number of usable
-processors.
+"""Set environment variables for torch's thread library and allocator, and count the processors that
+this process can use.
 
-The thread library and the allocator read the variables when they are loaded, so the command line
-and `import firstlight` set them before torch is imported. Variables that the user has set are not
-changed.
+The thread library and the allocator read these variables when they are loaded. The command line and
+`import firstlight` therefore set them before torch is imported. Variables that the user has set are
+not changed.
 """
 
 from __future__ import annotations
@@ -19,48 +19,51 @@ from pathlib import Path
 
 #: Number of times that a waiting thread of GNU OpenMP checks for work before it sleeps. With the
 #: library's default, every parallel region waits for a time slice if a second program uses the same
-#: cores, which made steps up to 70 times slower. With a much smaller number, threads sleep between
-#: any two operators, and on a virtual machine, waking them takes long. With 1000, steps on idle
-#: cores were up to 2 times slower.
+#: cores, which made steps up to 70 times slower. With a much smaller number, threads go to sleep
+#: between operators, and waking them takes a long time on a virtual machine. With 1000, steps on
+#: idle cores took up to twice as long.
 SHORT_SPIN = {"GOMP_SPINCOUNT": "5000"}
 
-#: The number of checks for generation. A token takes several hundred parallel regions of a few
-#: microseconds each, and waking a sleeping thread takes as long as such a region. With
+#: Number of checks during generation. Generating a token takes several hundred parallel regions of
+#: a few microseconds each, and waking a sleeping thread takes as long as such a region. With
 #: `SHORT_SPIN`, a token took 27 ms instead of 14 to 20 ms.
 _LONG_SPIN = {"GOMP_SPINCOUNT": "30000"}
 
-#: The number of checks if other programs keep the cores busy. A spinning thread would then use up
-#: its time slice, and the other threads of the parallel region would wait for its next time slice.
+#: Number of checks while other programs keep the cores busy. A spinning thread would then use up
+#: its time slice, and the other threads of the parallel region would have to wait for the next one.
 #: On two cores with a load of 12, steps took 2.8 s with 5000, 0.35 s with 1000 and 0.21 s with 100.
 #: On idle cores, they took 0.14 s.
 _NO_SPIN = {"GOMP_SPINCOUNT": "100"}
 
-#: Variables for training. Without TORCH_CPP_LOG_LEVEL, torch would print a page of addresses when a
-#: connection breaks.
+#: Variables for training. Without TORCH_CPP_LOG_LEVEL, torch would print dozens of lines of
+#: addresses when a connection breaks.
 #:
-#: torch's huge pages (THP_MEM_ALLOC_ENABLE) are not enabled. There are few page faults, because
-#: memory is kept between steps (methods/memory.py). Huge pages also make tensors page-aligned, and
-#: glibc then can't reuse the memory of a freed tensor for the next tensor of the same size. As a
-#: result, the heap grew in each step.
+#: torch's huge pages (THP_MEM_ALLOC_ENABLE) are not enabled. They would save little, because
+#: `methods/memory.py` keeps memory between steps, so there are few page faults. Huge pages also
+#: make tensors page-aligned, and glibc then can't reuse the memory of a freed tensor for the next
+#: tensor of the same size. As a result, the heap grew in each step.
 TRAINING = SHORT_SPIN | {"TORCH_CPP_LOG_LEVEL": "ERROR"}
 
 #: Environment variable that contains the value of GOMP_SPINCOUNT set by `import firstlight`, or ""
-#: if torch was imported first. Commands set their own value of GOMP_SPINCOUNT without setting this
-#: variable.
+#: if torch had already been imported. Commands set GOMP_SPINCOUNT to a different value without
+#: setting this variable.
 _BY_IMPORT = "FIRSTLIGHT_SPINCOUNT"
 
-#: Environment variables with options of torch's GPU allocator; the second is the older name.
+#: Environment variables that contain options of torch's GPU allocator. The second is the older
+#: name.
 _ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
-#: Option that lets tensors of any size reuse freed GPU memory; see `takes_expandable_segments`.
+#: Option that lets tensors of any size reuse freed GPU memory. `takes_expandable_segments` returns
+#: whether the machine supports it.
 EXPANDABLE_SEGMENTS = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
 
-#: Lock that is held by the outermost of nested `sharing_cores` contexts.
+#: Lock held by the outermost of several nested `sharing_cores` contexts.
 _SHARING = threading.Lock()
 
 
 def require_fork() -> None:
-    """Reject a system without `os.fork`, which also lacks other required modules.
+    """Reject an operating system without `os.fork`. Such a system also lacks other required
+    modules.
 
     Raises:
         ImportError: the operating system is Windows.
@@ -89,11 +92,11 @@ def takes_expandable_segments(root: Path = Path("/")) -> bool:
     """Return True if torch's allocator can use expandable segments, which let a tensor reuse freed
     GPU memory of a different size.
 
-    Expandable segments require the virtual memory functions of NVIDIA's driver for Linux. They
-    failed at the first tensor on WSL2, which has a different driver (pytorch issue 192330), on
-    Jetson boards (unsloth-zoo pull request 1235), and on virtual GPUs such as "NVIDIA A40-48C"
-    (xgboost issue 12217). On MIG partitions, they failed when memory ran out (vllm pull request
-    42467).
+    Expandable segments require the virtual memory functions of NVIDIA's driver for Linux. On WSL2,
+    which has a different driver, they failed at the first tensor (pytorch issue 192330). The same
+    happened on Jetson boards (unsloth-zoo pull request 1235) and on virtual GPUs such as "NVIDIA
+    A40-48C" (xgboost issue 12217). On MIG partitions, they failed when memory ran out (vllm pull
+    request 42467).
 
     Args:
         root: the folder that contains /dev and /proc.
@@ -110,8 +113,8 @@ def takes_expandable_segments(root: Path = Path("/")) -> bool:
 
 
 def set_for_command(variables: Mapping[str, str]) -> None:
-    """Set the variables for a command. They replace variables that were set by `import firstlight`
-    in this process or in the process that started the command.
+    """Set the variables for a command. The new values replace those that `import firstlight` has
+    set in this process or in the process that started the command.
     """
     if _is_from_import():
         os.environ.pop("GOMP_SPINCOUNT", None)
@@ -122,12 +125,13 @@ def set_for_command(variables: Mapping[str, str]) -> None:
 
 @contextlib.contextmanager
 def sharing_cores() -> Iterator[None]:
-    """Make torch's threads sleep after a short wait, as in a command, if other programs keep the
-    cores busy. The load is checked when the context is entered. This function can be used as a
+    """If other programs keep the cores busy, make torch's threads sleep after a short wait, as they
+    do in a command. The load is checked when the context is entered. This function can be used as a
     context manager or as a decorator.
 
-    torch reads `GOMP_SPINCOUNT` when it is imported, and the cores may have been idle at that time.
-    In a command, or if the user has set `GOMP_SPINCOUNT`, this function does nothing.
+    This is necessary because torch reads `GOMP_SPINCOUNT` only when it is imported, and the cores
+    may have been idle then. In a command, or if the user has set `GOMP_SPINCOUNT`, this function
+    does nothing.
     """
     if not _is_from_import() or not _SHARING.acquire(blocking=False):
         yield
@@ -139,7 +143,7 @@ def sharing_cores() -> Iterator[None]:
             _set_spin(_NO_SPIN)
             yield
         else:
-            # Imported here, because it takes as long as all of `import firstlight`.
+            # Imported here, because this import takes as long as all of `import firstlight`.
             from concurrent.futures import ThreadPoolExecutor
 
             with ThreadPoolExecutor(1) as thread:
@@ -155,16 +159,16 @@ def _set_spin(spin: Mapping[str, str]) -> None:
 
 
 def _is_from_import() -> bool:
-    """Return True if GOMP_SPINCOUNT still has the value that `import firstlight` set."""
+    """Return True if GOMP_SPINCOUNT still has the value set by `import firstlight`."""
     return os.environ.get(_BY_IMPORT) == os.environ.get("GOMP_SPINCOUNT", "")
 
 
 def _exceed_cores() -> None:
-    """Start GNU OpenMP threads until there is one more than the number of cores. They sleep, and
-    end when the calling thread ends.
+    """Start GNU OpenMP threads until there is one more than the number of cores. These threads
+    sleep, and exit when the calling thread exits.
 
-    As long as these threads exist, all waiting OpenMP threads check for work only 100 times, as
-    with `_NO_SPIN`, even if torch has already been imported. See
+    As long as they exist, all waiting OpenMP threads check for work only 100 times, as with
+    `_NO_SPIN`. This works even if torch has already been imported. See
     https://gcc.gnu.org/onlinedocs/libgomp/GOMP_005fSPINCOUNT.html
     """
     import ctypes
@@ -188,8 +192,8 @@ def for_generation() -> dict[str, str]:
 
 
 def cores_are_busy() -> bool:
-    """Return True if other programs currently use more than a quarter of the cores, and False if
-    they do not or if this is unknown.
+    """Return True if other programs currently use more than a quarter of the cores. Return False if
+    they do not, or if their use is unknown.
     """
     try:
         return 4 * sorted(_running() for _ in range(5))[2] > (os.cpu_count() or 1)
@@ -198,7 +202,9 @@ def cores_are_busy() -> bool:
 
 
 def usable_cpus() -> int:
-    """Return the number of processors available to this process, which a container may limit."""
+    """Return the number of processors available to this process. A container can limit this
+    number.
+    """
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1

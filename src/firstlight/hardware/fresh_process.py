@@ -1,13 +1,13 @@
-"""Measurements in separate processes, so that the memory use of one does not affect another.
+"""Run measurements in separate processes, so that the memory use of one does not affect the next.
 
     python -m firstlight.hardware.fresh_process MODULE REQUEST
 
-A measurement is a module with a `measure` function that maps a request to a result, both JSON
-objects. With - as REQUEST, the request is read from stdin.
+A measurement is a module with a `measure` function that maps a request to a result. The request and
+the result are JSON objects. With - as REQUEST, the request is read from stdin.
 
 `ask` starts a new Python process, and `ask_ranks` starts the processes of a distributed run.
-`ForkServer` forks a process that has already imported all modules, because importing torch takes
-longer than a few steps of a small model.
+`ForkServer` forks a process that has already imported all modules. This saves time, because
+importing torch takes longer than running a few steps of a small model.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from typing import Any
 from firstlight.errors import FirstlightError
 from firstlight.hardware.environment import EXPANDABLE_SEGMENTS, TRAINING
 
-#: The value of REQUEST for a process that reads its request from stdin.
+#: Value of REQUEST with which a process reads its request from stdin.
 _FROM_STDIN = "-"
 
 
@@ -44,7 +44,7 @@ def training_environment() -> dict[str, str]:
 
 
 def plain_environment() -> dict[str, str]:
-    """Return the environment variables of this process without those set by firstlight."""
+    """Return the environment variables of this process, excluding those set by firstlight."""
     own = TRAINING | EXPANDABLE_SEGMENTS
     return {k: v for k, v in os.environ.items() if own.get(k) != v}
 
@@ -64,13 +64,13 @@ def ask(
         module: name of a module with a `measure` function.
         request: argument of the function, passed as JSON.
         environment: environment variables of the process.
-        seconds: time limit of the process; None for no limit.
+        seconds: time limit for the process, in seconds; None for no limit.
 
     Returns:
-        The JSON object that the process printed as its last line on stdout, or
-        {"error": {"type", "message"}} if it failed. The type is the class name of a
-        FirstlightError, "Killed" if a signal ended the process, "TimeoutError" if the time limit
-        was reached, or "Failed" for any other error.
+        The JSON object that the process printed as its last line on stdout, or {"error": {"type",
+        "message"}} if it failed. The type is the class name of a FirstlightError, "Killed" if a
+        signal ended the process, "TimeoutError" if the time limit was reached, or "Failed" for any
+        other error.
     """
     (result,) = _ask_all(module, request, [environment], seconds)
     return result
@@ -83,20 +83,20 @@ def ask_ranks(
     count: int,
     seconds: float | None = None,
 ) -> dict[str, Any]:
-    """Run a measurement in all ranks of a distributed run on this machine; see `ask`.
+    """Run a measurement in all ranks of a distributed run on this machine.
 
     Args:
         module: see `ask`.
         request: see `ask`.
-        environment: see `ask`. The variables that define the ranks are added.
+        environment: see `ask`. The variables that define each rank are added to it.
         count: number of ranks.
         seconds: see `ask`.
 
     Returns:
         The result of rank 0, or the error of a rank that failed.
     """
-    # Imported here, because importing torch takes long. The store is opened before the ranks start,
-    # so that no other program can take its port.
+    # Imported here, because importing torch takes a long time. The store is opened before the ranks
+    # start, so that no other program can take its port.
     from torch._C._distributed_c10d import TCPStore
 
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -108,8 +108,8 @@ def ask_ranks(
     ]
     results = _ask_all(module, request, environments, seconds)
     failed = [result for result in results if "error" in result]
-    # Any other error takes precedence over a RankError, which only reports that another rank has
-    # ended.
+    # Any other error takes precedence over a RankError, which only reports that a different rank
+    # has ended.
     return min(failed, key=lambda one: one["error"]["type"] == "RankError", default=results[0])
 
 
@@ -119,7 +119,7 @@ def _ask_all(
     environments: Sequence[Mapping[str, str]],
     seconds: float | None,
 ) -> list[dict[str, Any]]:
-    """Run one process in each environment, all at the same time, and return their results; see
+    """Run one process per environment, all at the same time. Return their results in the format of
     `ask`.
     """
     with started(module, environments) as processes:
@@ -130,8 +130,8 @@ def _ask_all(
 def started(
     module: str, environments: Sequence[Mapping[str, str]]
 ) -> Iterator[list[subprocess.Popen[str]]]:
-    """Start a process in each environment. The processes import a module while they wait for their
-    request. They and their child processes are killed when the context exits.
+    """Start one process per environment. The processes import a module while they wait for their
+    requests. When the context exits, the processes and their child processes are killed.
     """
     processes: list[subprocess.Popen[str]] = []
     try:
@@ -146,7 +146,7 @@ def started(
                     stderr=subprocess.PIPE,
                     encoding="utf-8",
                     errors="replace",
-                    # A separate process group, which includes torch.compile's workers.
+                    # A separate process group, which will also contain torch.compile's workers.
                     start_new_session=True,
                 )
                 processes.append(process)
@@ -154,18 +154,21 @@ def started(
     finally:
         for process in processes:
             with process:  # Waits for the process and closes its pipes on exit.
-                # This also kills the workers, which would slow down the next run.
+                # Kill the whole group, because torch.compile's workers would slow down the next
+                # run.
                 end_group(process.pid)
 
 
 def results_of(
     processes: Sequence[subprocess.Popen[str]], request: Mapping[str, Any], seconds: float | None
 ) -> list[dict[str, Any]]:
-    """Send the same request to started processes and return their results; see `ask`."""
+    """Send the same request to processes that have been started. Return their results in the format
+    of `ask`.
+    """
     end = None if seconds is None else time.monotonic() + seconds
     for process in processes:
         assert process.stdin is not None
-        # A process that has failed does not read its request.
+        # A process that has failed no longer reads its request.
         with contextlib.suppress(BrokenPipeError), process.stdin as stdin:
             stdin.write(json.dumps(request))
         process.stdin = None
@@ -187,7 +190,9 @@ def error_of(kind: str, message: str) -> dict[str, Any]:
 
 
 def _result(code: int, out: str, err: str) -> dict[str, Any]:
-    """Return the result of a process, given its exit code, stdout and stderr; see `ask`."""
+    """Return the result of a process in the format of `ask`, given its exit code, stdout and
+    stderr.
+    """
     if code:
         return error_of("Failed" if code > 0 else "Killed", last_words(code, err))
     try:
@@ -198,8 +203,8 @@ def _result(code: int, out: str, err: str) -> dict[str, Any]:
 
 
 def last_words(code: int, err: str) -> str:
-    """Return the reason why a process failed, in one line. This is the signal that killed it or the
-    last line of its stderr.
+    """Return the reason why a process failed, as a single line. The reason is the signal that
+    killed the process, or the last line of its stderr.
 
     Args:
         code: exit code as in `subprocess`, negative for a signal.
@@ -220,7 +225,7 @@ def answer(measure: Callable[[dict[str, Any]], dict[str, Any]], request: str) ->
         measure: function that maps the request to the result.
         request: JSON object as text.
     """
-    # If memory runs out, Linux should kill this process and not the process that reports the error.
+    # If memory runs out, Linux should kill this process rather than the one that reports the error.
     with contextlib.suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text("1000", encoding="ascii")
     try:
@@ -265,13 +270,16 @@ class ForkServer:
             end_group(self._server.pid)
 
     def ask(self, request: Mapping[str, Any], seconds: float | None) -> dict[str, Any]:
-        """Run a measurement in a fork; see the `ask` function."""
+        """Run a measurement in a fork. The arguments and the result are those of the function
+        `ask`.
+        """
         with tempfile.TemporaryDirectory(prefix="firstlight-bench-") as folder:
             out, err = Path(folder) / "out", Path(folder) / "err"
             job = {"request": request, "out": str(out), "err": str(err)}
             assert self._server.stdin is not None
             if not self._is_ready:
-                # The server's imports take seconds, so signals are not delayed during this wait.
+                # Don't delay signals during this wait, because the server's imports take several
+                # seconds.
                 self._line(None)
                 self._is_ready = True
             with signals_waiting():
@@ -291,7 +299,7 @@ class ForkServer:
             return _result(code, *said)
 
     def _line(self, seconds: float | None) -> bytes:
-        """Return the server's next line, without its end.
+        """Return the server's next line, without the newline at its end.
 
         Raises:
             TimeoutError: the server has not written a line within `seconds`.
@@ -313,10 +321,10 @@ class ForkServer:
 
 @contextlib.contextmanager
 def signals_waiting() -> Iterator[None]:
-    """Delay SIGINT, SIGTERM and SIGHUP, if they have Python handlers, until the context exits.
+    """Until the context exits, delay SIGINT, SIGTERM and SIGHUP if they have Python handlers.
 
-    If such a handler raised an exception while a process was being started, this process would
-    never be terminated.
+    If such a handler raised an exception while a process was being started, nothing would ever
+    terminate that process.
     """
     arrived: list[int] = []
     handlers = {}
@@ -334,14 +342,14 @@ def signals_waiting() -> Iterator[None]:
 
 
 def end_group(group: int) -> None:
-    """Kill all processes in a process group, if any."""
+    """Kill all processes in a process group, if there are any."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(group, signal.SIGKILL)
 
 
 def _serve(measure: Any) -> None:
-    """Write a line to stdout once all modules are imported. Then fork a process for each line of
-    stdin. Write its process id when it starts and its exit code when it ends.
+    """Write a line to stdout once all modules have been imported. Then fork a process for each line
+    read from stdin. Write the id of each process when it starts and its exit code when it ends.
     """
     # This import saves time in each fork. torch's compiler (_inductor) is not imported here,
     # because it starts threads, and a process with threads can't be forked safely.
@@ -362,12 +370,12 @@ def _child(measure: Any, job: dict[str, Any]) -> None:
 
     Args:
         measure: function that maps the request to the result.
-        job: a dict with the "request", and with "out" and "err", the paths of the files for stdout
-            and stderr.
+        job: a dict with the keys "request", "out" and "err". The last two are paths of files for
+            stdout and stderr.
     """
     code = 1
     try:
-        # A separate process group, which includes torch.compile's workers.
+        # A separate process group, which will also contain torch.compile's workers.
         os.setsid()
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         os.dup2(os.open(job["out"], os.O_WRONLY | os.O_CREAT), 1)
@@ -375,7 +383,7 @@ def _child(measure: Any, job: dict[str, Any]) -> None:
         answer(measure, json.dumps(job["request"]))
         code = 0
     finally:
-        # os._exit does not print a traceback, so print it here.
+        # `os._exit` does not print the traceback, so print it here.
         if sys.exc_info()[0] is not None:
             traceback.print_exc()
         sys.stderr.flush()

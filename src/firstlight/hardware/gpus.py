@@ -1,14 +1,14 @@
-"""Rates and memory of GPUs by name, from the manufacturers' data sheets. This machine's GPU is
-detected in `device.py`.
+"""Table of GPUs by name, with their rates and memory according to the manufacturers' data sheets.
+`device.py` detects this machine's GPU.
 
-Rates are for dense matrices (without sparsity) and accumulation in fp32, for which GeForce cards
-reach half of their advertised rate. Memory is the size reported by the driver, which is up to a
-tenth below the advertised size if a part is reserved for error correction.
+Rates are for dense matrices (without sparsity) and accumulation in fp32. Under these conditions,
+GeForce cards reach half of their advertised rate. Memory sizes are those reported by the driver.
+They are up to a tenth below the advertised sizes if a part is reserved for error correction.
 
 Apple GPUs share their memory with the CPU. Apple publishes bandwidths and, for M1 and M2, fp32
 rates (apple.com/newsroom, support.apple.com/specs). The rates of M3 and M4 are computed as cores x
 256 x clock. The fp16 rate equals the fp32 rate. Each row describes the variant with the most GPU
-cores that is sold with this memory size.
+cores among those sold with that memory size.
 """
 
 from __future__ import annotations
@@ -22,8 +22,9 @@ from firstlight.errors import ConfigError
 _MIB = 2**20
 
 
-#: Rate of fp8 matrix products as a multiple of the bf16 rate, for all GPUs in the table with fp8
-#: units. Source: data sheets; for GeForce cards, the figures with accumulation in fp32.
+#: Rate of fp8 matrix products as a multiple of the bf16 rate, for all GPUs in the table that have
+#: fp8 units. The rates are from the data sheets; for GeForce cards, they are those with
+#: accumulation in fp32.
 FP8_SPEEDUP = 2.0
 
 
@@ -35,10 +36,11 @@ class GPU:
         name: the manufacturer's name without the brand.
         memory_bytes: total memory reported by the driver.
         bandwidth: memory bandwidth, bytes per second.
-        fp32, tf32, fp16, bf16: FLOP/s of matrix products; 0 without hardware support. Kepler (K80)
-            supports neither fp16 nor bf16. Pascal (P100) runs fp16 at twice the fp32 rate. Turing
-            (T4) has tensor cores for fp16. bf16 requires capability (8, 0) or higher.
-        link: bandwidth to other GPUs of the machine, in bytes per second and direction.
+        fp32, tf32, fp16, bf16: FLOP/s of matrix products in this format; 0 without hardware
+            support. Kepler (K80) supports neither fp16 nor bf16. Pascal (P100) runs fp16 at twice
+            the fp32 rate. Turing (T4) has tensor cores for fp16. bf16 requires capability (8, 0) or
+            higher.
+        link: bandwidth to other GPUs in the same machine, in bytes per second in each direction.
         capability: CUDA compute capability; (0, 0) without CUDA.
     """
 
@@ -77,21 +79,22 @@ class GPU:
             "fp16": self.fp16,
             "bf16": self.bf16,
             "bf16_params": self.bf16,
-            # Attention, the head and small layers stay in bf16, so MFU refers to the bf16 rate.
+            # With fp8, attention, the head and small layers stay in bf16, so MFU is relative to the
+            # bf16 rate.
             "fp8": self.bf16,
         }
         return rates.get(precision, 0.0) or self.fp32
 
 
-#: Compute capabilities of the data-centre GPUs since the A100.
+#: Compute capabilities of the A100 and later data-centre GPUs.
 _WIDE_PACKETS = {(8, 0), (9, 0), (10, 0), (10, 3)}
 
 
 def matrix_packet_bytes(capability: tuple[int, int]) -> int:
     """Return the alignment, in bytes, that tensor cores need to read the rows of a matrix at full
-    speed: the length of a row should be a multiple of this number. It is 128 on an A100 and its
-    successors, and 16 on other GPUs (NVIDIA, "Matrix Multiplication Background User's Guide",
-    table 1).
+    speed. The length of a row should be a multiple of this number. The alignment is 128 bytes on an
+    A100 and its successors, and 16 on other GPUs (NVIDIA, "Matrix Multiplication Background User's
+    Guide", table 1).
     """
     return 128 if capability in _WIDE_PACKETS else 16
 
@@ -213,12 +216,14 @@ _APPLE_ROWS: tuple[_Row, ...] = tuple(
 
 GPUS: dict[str, GPU] = {row[0]: _gpu(row) for row in (*_ROWS, *_APPLE_ROWS)}
 
-#: Words in driver and vendor names that do not distinguish GPUs.
+#: Words that drivers and vendors use in the names of GPUs but that do not distinguish one GPU from
+#: another.
 _BRANDS = re.compile(
     r"\b(?:nvidia|geforce|tesla|amd|apple|macbook|mac|instinct|quadro|graphics|generation|gpu|sxm\d?|hbm3e?)\b"
 )
 
-#: Words that indicate a different device, such as a laptop GPU or a MIG partition.
+#: Words in the name of a GPU that indicate a different device, such as a laptop GPU or a MIG
+#: partition.
 _OTHER_DEVICE = re.compile(r"\b(?:d|max-q|laptop|mobile|mig)\b")
 
 
@@ -231,8 +236,8 @@ def find_gpu(name: str, memory_bytes: int | None = None) -> GPU:
             None if it is unknown.
 
     Raises:
-        ConfigError: there is no such GPU (the message lists the nearest names), or several GPUs
-            match.
+        ConfigError: the table has no such GPU, or several of its GPUs match. In the first case, the
+            message lists the nearest names.
     """
     wanted = _words(name)
     matches = [gpu for gpu in GPUS.values() if _words(gpu.name) == wanted]
@@ -263,7 +268,7 @@ def _words(name: str) -> frozenset[str]:
     text = re.sub(r"\b(rtx|gtx)\s*(?=\d)", r"rtx ", text)
     text = re.sub(r"(?<=\d)(ti|super)\b", r" \1", text)
     words = frozenset(re.findall(r"[a-z0-9]+", _BRANDS.sub(" ", text.replace("-", " "))))
-    # A number without a prefix, such as "4090", means a GeForce RTX.
+    # A number without a prefix, such as "4090", denotes a GeForce RTX card.
     return words | {"rtx"} if any(re.fullmatch(r"[2-5]0[5-9]0", word) for word in words) else words
 
 
@@ -272,8 +277,8 @@ def _without_memory(words: frozenset[str]) -> frozenset[str]:
 
 
 def _nearest(name: str) -> str:
-    """Return advice that contains up to four of the nearest names, ordered by the number of common
-    words and then by similarity.
+    """Return advice that lists up to four of the nearest names, ordered by the number of words they
+    share with the given name and then by similarity.
     """
     wanted = _without_memory(_words(name))
 

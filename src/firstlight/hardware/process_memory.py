@@ -1,12 +1,13 @@
-"""Memory use of this process, measured in two ways: as resident memory and as allocated bytes.
+"""Measure the memory use of this process, either as resident memory or as allocated bytes.
 
 Resident memory is counted by the kernel. It includes the pages of a memory-mapped file that have
-been accessed. It is read from /proc/self/status, because `ru_maxrss` starts from the parent's peak
-on Linux. If the peak can't be reset (/proc/self/clear_refs is not writable), it is the peak since
-the start of the process. Without /proc, `ru_maxrss` is used.
+been accessed. It is read from /proc/self/status, because `ru_maxrss` starts at the parent's peak on
+Linux. If the peak can't be reset because /proc/self/clear_refs is not writable, the peak since the
+start of the process is returned. Without /proc, `ru_maxrss` is used.
 
-Allocated bytes are counted by the C library (glibc 2.33 or later; see `AllocatedPeak`). They
-include tensors and library buffers, but neither code nor freed memory that the allocator keeps.
+Allocated bytes are counted by the C library, which must be glibc 2.33 or later. `AllocatedPeak`
+reads them. They include tensors and library buffers, but neither code nor freed memory that the
+allocator keeps.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ _STATUS = Path("/proc/self/status")
 
 
 def reset_peak() -> None:
-    """Reset the peak of resident memory (VmHWM) to the current size. This requires Linux 4.0; see
-    clear_refs in proc(5).
+    """Reset the peak of resident memory (VmHWM) to its current size. This requires Linux 4.0 or
+    later; see clear_refs in proc(5).
     """
     with contextlib.suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
@@ -60,8 +61,8 @@ def _status_bytes(field: str) -> int:
 
 
 def begin_peak() -> int:
-    """Reset the peak of resident memory. Return the current resident memory in bytes, which is the
-    baseline for `peaks`.
+    """Reset the peak of resident memory. Return the current resident memory in bytes; pass it to
+    `peaks` as `level`.
     """
     gc.collect()
     reset_peak()
@@ -69,22 +70,23 @@ def begin_peak() -> int:
 
 
 def peaks(device: torch.device, level: int) -> tuple[int, int]:
-    """Return (peak above `level`, total peak) of the process's resident memory since `begin_peak`,
-    in bytes. On a GPU, both are the peak of torch's allocator.
+    """Return the peak of the process's resident memory above `level`, and its total peak, since
+    `begin_peak` was called. Both are in bytes. On a GPU, both are the peak of torch's allocator.
     """
     import torch
 
     if device.type == "cuda":
         peak = torch.cuda.max_memory_allocated(device)
         return peak, peak
-    # The kernel updates its counters in batches, so the peak can be lower than the earlier level.
+    # The kernel updates its counters in batches, so the peak can be reported as lower than the
+    # level.
     peak = max(peak_resident_bytes(), level)
     return peak - level, peak
 
 
-#: Seconds between two readings of the allocator's counters, in the first steps and in later steps.
-#: The speed of later steps is measured, so there are fewer readings. A reading took 0.4 ms with the
-#: demo's recipe on 2 cores of an AMD EPYC.
+#: Time in seconds between two readings of the allocator's counters, first for the first steps and
+#: then for later steps. Later steps are read less often, because their speed is measured. One
+#: reading took 0.4 ms with the demo's recipe on 2 cores of an AMD EPYC.
 _DENSE_SECONDS, _SPARSE_SECONDS = 0.005, 0.1
 
 
@@ -99,7 +101,7 @@ class _Mallinfo2(ctypes.Structure):
     )
 
 
-#: Maximum fraction of the time that is spent on taking samples.
+#: Maximum fraction of time spent on taking samples.
 _MOST_SHARE = 0.05
 
 
@@ -126,12 +128,12 @@ def allocated_bytes() -> int | None:
 
 
 class AllocatedPeak:
-    """Peak of the allocated bytes above a level, sampled by a thread. This is a context manager
-    that stops the thread on exit.
+    """Peak of the allocated bytes above a baseline called the level. A thread samples the allocated
+    bytes. Use this class as a context manager, which stops the thread on exit.
 
     The level is the number of allocated bytes that the caller does not count itself. It rises
-    during a run, because libraries allocate buffers and compile kernels. `find_level` therefore
-    measures it again whenever the caller knows its own count.
+    during a run, because libraries allocate buffers and compile kernels. Call `find_level` to
+    measure it again whenever the caller's own count is known.
     """
 
     def __init__(self) -> None:
@@ -156,9 +158,9 @@ class AllocatedPeak:
         return self._thread is not None and not self._end.is_set()
 
     def start(self, counted_bytes: int) -> None:
-        """Start the thread, with the currently allocated bytes minus `counted_bytes` as the level.
-        Do nothing if the C library does not count allocated bytes, or if the thread has already
-        been started.
+        """Set the level to the currently allocated bytes minus `counted_bytes`, and start the
+        thread. Do nothing if the C library does not count allocated bytes, or if the thread has
+        already been started.
         """
         level = allocated_bytes()
         if level is None or self._thread is not None:
@@ -170,19 +172,19 @@ class AllocatedPeak:
     def find_level(self, counted_bytes: int) -> None:
         """Set the level to the currently allocated bytes minus `counted_bytes`."""
         level = (allocated_bytes() or 0) - counted_bytes
-        # The level may have risen before or after the peak since the last call. The higher level is
-        # subtracted, so that the peak is not overstated.
+        # Since the last call, the level may have risen before or after the peak. Subtract the
+        # higher level, so that the peak is not overstated.
         self._most = max(self._most, self._peak - max(level, self._level))
         self._peak, self._level = 0, level
 
     def look_less(self) -> None:
-        """Sample less often from now on, so that training steps are not slowed down."""
+        """Sample less often from this call on, so that training steps are not slowed down."""
         self._seconds = _SPARSE_SECONDS
 
     @property
     def peak_bytes(self) -> int | None:
-        """Peak above the level in bytes. It is None before `start`, and if the C library does not
-        count allocated bytes.
+        """Peak of the allocated bytes above the level. None before `start` is called, or if the C
+        library does not count allocated bytes.
         """
         if self._thread is None:
             return None
@@ -193,7 +195,7 @@ class AllocatedPeak:
             began = time.perf_counter()
             self.look()
             # glibc locks the heap while it counts, and visits every free block. In a process that
-            # has read large texts or vocabularies, a sample takes tens of milliseconds.
+            # has loaded long documents or large vocabularies, a sample takes tens of milliseconds.
             taken = time.perf_counter() - began
             self._end.wait(max(self._seconds, taken / _MOST_SHARE))
 

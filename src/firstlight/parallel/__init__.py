@@ -1,11 +1,11 @@
-"""Runs with several processes.
+"""Support for runs with several processes.
 
 `elastic` starts the processes. `world` reads rank and world size from the launcher's environment
 variables, and `rendezvous` connects the processes and compares their recipes. `group` opens torch's
 process group and detects failed or stopped processes by their heartbeats. It also provides the
-collective operations, which have no effect in a world of one process. `engine` and the modules of
-the other engines distribute a model over the processes, and `engine_choice` selects the engine of a
-run.
+collective operations, which do nothing in a world of one process. An engine distributes a model
+over the processes. `engine`, `sharding`, `pipeline` and `deepspeed` contain the engines, and
+`engine_choice` selects the engine of a run.
 """
 
 from firstlight.parallel.group import (

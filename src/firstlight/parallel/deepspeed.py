@@ -1,5 +1,5 @@
-"""DeepSpeed's ZeRO (Rajbhandari et al. 2020, 2021) for a plain model: the engine, an `Optimizer`
-that wraps DeepSpeed's optimizer, and the setup of DeepSpeed.
+"""Support for DeepSpeed's ZeRO (Rajbhandari et al. 2020, 2021). This module contains the engine, an
+`Optimizer` that wraps DeepSpeed's optimizer, and the code that sets up DeepSpeed.
 
 Stage 1 shards the optimizer state over the processes. Stage 2 also shards the gradients, and stage
 3 also shards the parameters. The optimizer state can be offloaded to CPU memory or to files. In
@@ -38,23 +38,23 @@ from firstlight.parallel.deepspeed_file import read_deepspeed_file
 from firstlight.parallel.engine import DistributedConfig, Engine, StateTensors, TensorsOf, on_cpu
 from firstlight.parallel.group import barrier, broadcast_object, group_of_one, is_exchange_error
 
-#: Number of elements in a communication bucket (DeepSpeed's default `reduce_bucket_size`).
+#: Number of elements in a communication bucket. This is DeepSpeed's default `reduce_bucket_size`.
 _BUCKET = 500_000_000
 
-#: Autocast dtype of each precision with fp32 parameters and 16-bit matrix products.
+#: Autocast dtype for each precision that has fp32 parameters and 16-bit matrix products.
 _CAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def import_deepspeed(device: torch.device) -> ModuleType:
-    """Import DeepSpeed for this kind of device. Messages that it would write to stdout go to
-    stderr.
+    """Import DeepSpeed for this kind of device. Messages that DeepSpeed would write to stdout are
+    written to stderr.
 
     Raises:
         MissingDependencyError: DeepSpeed is not installed.
         ConfigError: DeepSpeed was imported for another kind of device.
     """
     if device.type == "cpu":
-        # DeepSpeed selects a device once per process, and would select a GPU if there is one.
+        # DeepSpeed selects a device only once per process, and would select a GPU if there is one.
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
     try:
         with _quiet():
@@ -75,32 +75,34 @@ def import_deepspeed(device: torch.device) -> ModuleType:
     warnings.filterwarnings(
         "ignore", message=r"`torch\.distributed\.\w+` is deprecated", category=FutureWarning
     )
-    # On a CPU, DeepSpeed would compile an extension for shared-memory all-reduces, which takes a
-    # minute. gloo's all-reduce gives the same sums.
+    # On a CPU, DeepSpeed would spend a minute compiling an extension for shared-memory all-reduces.
+    # gloo's all-reduce gives the same sums.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     return deepspeed  # type: ignore[no-any-return]
 
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Within the context, redirect stdout to stderr and hide warnings about DeepSpeed's code."""
+    """Within the context, redirect stdout to stderr and hide warnings that DeepSpeed's code
+    triggers.
+    """
     with contextlib.redirect_stdout(sys.stderr), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
 
 
 class ZeroModel:
-    """A model distributed over the processes of a run by DeepSpeed.
+    """A model that DeepSpeed has distributed over the processes of a run.
 
     Args:
         model: the model on this process's device, with fp32 parameters that are equal on all
-            processes. It is changed in place. Its outputs stay the same, but all processes must
-            call it together.
+            processes. The model is changed in place. Its outputs stay the same, but all processes
+            must call it together.
         optimizer: an elementwise torch optimizer for all parameters of the model.
         config: the recipe's `distributed` section.
         device: this process's device.
-        precision: the recipe's `efficiency.precision`. With "bf16" and "fp16", matrix products have
-            this dtype; gradients and parameters are exchanged in fp32.
+        precision: the recipe's `efficiency.precision`. With "bf16" and "fp16", matrix products use
+            that dtype. Gradients and parameters are always exchanged in fp32.
         max_grad_norm: maximum L2 norm of the gradients after clipping; 0 disables clipping.
         local_rank: this process's number on its machine.
 
@@ -138,15 +140,16 @@ class ZeroModel:
             _cast_inside(model, device, _CAST[precision])
         sizes = [p.numel() for p in model.parameters()]
         settings: dict[str, Any] = {
-            # The training loop itself counts sequences and micro-batches. With any number of
-            # accumulation steps above 1, DeepSpeed accumulates gradients until `set_last(True)`.
+            # The training loop counts sequences and micro-batches, so these two values are
+            # placeholders. With any value above 1 for the accumulation steps, DeepSpeed accumulates
+            # gradients until `set_last(True)` is called.
             "train_micro_batch_size_per_gpu": 1,
             "gradient_accumulation_steps": 2,
             "gradient_clipping": max_grad_norm,
             "steps_per_print": None,
             "zero_allow_untested_optimizer": True,
-            # torch's optimizer updates offloaded parameters on the CPU. DeepSpeed's CPU optimizer,
-            # which would have to be compiled, is not needed.
+            # torch's optimizer updates offloaded parameters on the CPU. DeepSpeed's own CPU
+            # optimizer is not needed and would have to be compiled.
             "zero_force_ds_cpu_optimizer": False,
             "zero_optimization": {
                 "stage": self.stage,
@@ -162,14 +165,14 @@ class ZeroModel:
 
     def forward(self, *inputs: Tensor | None) -> Tensor:
         """Run the model's forward pass; for the shapes, see `LanguageModel.forward`."""
-        # Autocast is enabled inside the model (see `_cast_inside`), because DeepSpeed disables it
+        # `_cast_inside` has enabled autocast inside the model, because DeepSpeed disables it
         # outside.
         with torch.autocast(self.device.type, enabled=False):
             output: Tensor = self.engine(*inputs)
         return output
 
     def set_last(self, last: bool) -> None:
-        """Tell DeepSpeed whether the next forward and backward pass is the last of a step."""
+        """Tell DeepSpeed whether the next forward and backward pass is the last one of a step."""
         self.engine.set_gradient_accumulation_boundary(last)
 
     def backward(self, loss: Tensor) -> None:
@@ -180,13 +183,14 @@ class ZeroModel:
 
     @contextlib.contextmanager
     def whole_parameters(self, *, changed: bool = False) -> Iterator[None]:
-        """Within the context, replace the parameters that stage 3 has sharded by full parameters on
-        the CPU of every process. They can be read and written, but not used for computing. In
-        stages 1 and 2, the parameters are always full. All processes must call this method.
+        """Within the context, replace the parameters that stage 3 has sharded with full parameters
+        on the CPU of every process. The full parameters can be read and written, but not used in a
+        forward pass. In stages 1 and 2, the parameters are always full. All processes must call
+        this method.
 
         Args:
-            changed: True to copy the full parameters back to the sharded ones on exit. The values
-                written within the context must be the same on all processes.
+            changed: True to copy the full parameters back to the shards on exit. All processes must
+                then write the same values within the context.
         """
         places = self._places() if self.stage == 3 else []
         wholes: dict[int, nn.Parameter] = {}
@@ -227,11 +231,11 @@ class ZeroModel:
 def zero_settings(
     config: DistributedConfig, sizes: Sequence[int], *, on_cpu: bool
 ) -> dict[str, Any]:
-    """Return the settings of `zero_optimization` that determine DeepSpeed's memory use.
+    """Return the `zero_optimization` settings that determine DeepSpeed's memory use.
 
     Args:
         config: the recipe's `distributed` section.
-        sizes: number of elements of each of the model's parameters.
+        sizes: number of elements in each parameter of the model.
         on_cpu: True if the model is on a CPU.
 
     Raises:
@@ -260,8 +264,8 @@ def _initialized(
     """Return a new DeepSpeed engine for a model.
 
     Raises:
-        ConfigError: DeepSpeed raised an error; its text is part of the message. Out-of-memory
-            errors and communication errors are raised unchanged.
+        ConfigError: DeepSpeed raised an error; the message contains the text of this error.
+            Out-of-memory errors and communication errors are raised unchanged.
     """
     try:
         with _quiet():
@@ -280,9 +284,7 @@ def _initialized(
 
 
 def _update(settings: dict[str, Any], changes: Mapping[str, Any]) -> None:
-    """Merge nested values into nested settings. Sections that are missing in the settings are
-    ignored.
-    """
+    """Merge nested values into nested settings. Sections missing from the settings are ignored."""
     for key, value in changes.items():
         if isinstance(value, Mapping):
             _update(settings.get(key, {}), value)
@@ -295,13 +297,14 @@ def set_shard(parameter: nn.Parameter, value: Tensor, key: str | None = None) ->
 
     Args:
         parameter: the sharded parameter.
-        value: the full tensor, with the parameter's unsharded shape; the same on all processes.
+        value: the full tensor, which has the parameter's unsharded shape and is the same on all
+            processes.
         key: name of the optimizer state, such as "exp_avg"; None sets the parameter's fp32 copy.
     """
     from deepspeed.utils import safe_set_local_fp32_param, safe_set_local_optimizer_state
 
     held: Tensor = parameter.ds_tensor  # type: ignore[attr-defined]
-    # All shards have the same size, so the last ones are padded with zeros.
+    # All shards have the same size, so zeros are appended to the last ones.
     count = held.numel()
     start = torch.distributed.get_rank() * count
     own = value.reshape(-1)[start : start + count].float()
@@ -322,8 +325,8 @@ def _gathered(parameter: nn.Parameter, *, changed: bool = False) -> Iterator[Non
 
 
 def _forget_closed_group() -> None:
-    """Make DeepSpeed look up torch's process group again if it still refers to the closed group of
-    an earlier run in this process.
+    """Make DeepSpeed look up torch's process group again if DeepSpeed still refers to the closed
+    group of an earlier run in this process.
     """
     from deepspeed.comm import comm
     from deepspeed.utils import groups
@@ -373,7 +376,8 @@ def _offloading(
 
 def require_asynchronous_io(local_rank: int) -> None:
     """Compile DeepSpeed's library for offloading to files, unless an earlier run has compiled it.
-    The compilation takes minutes, once per machine. All processes must call this function.
+    Compiling takes several minutes, but only once per machine. All processes must call this
+    function.
 
     Args:
         local_rank: this process's number on its machine.
@@ -394,7 +398,7 @@ def require_asynchronous_io(local_rank: int) -> None:
     if local_rank == 0:
         _report_lock(builder.name)
         _load(builder)
-    # The other processes wait, because the file is incomplete until the build ends.
+    # The other processes wait, because the library's file is incomplete until the build ends.
     barrier()
     _load(builder)
 
@@ -411,8 +415,8 @@ def _load(builder: Any) -> None:
 
 
 def _report_lock(name: str) -> None:
-    """Print a message if there is a lock file. A killed build leaves its lock file behind, and
-    torch would silently wait forever for the file to disappear.
+    """Print a message if there is a lock file. A build that was killed leaves its lock file behind,
+    and torch would silently wait forever for this file to disappear.
     """
     from torch.utils.cpp_extension import _get_build_directory
 
@@ -425,8 +429,8 @@ def _report_lock(name: str) -> None:
 
 
 def _new_swap_folder(config: DistributedConfig) -> Path:
-    """Create a folder for this run's offloaded tensors. It has the same name on all machines, and
-    each process creates its own files in it.
+    """Create a folder for this run's offloaded tensors. The folder has the same name on all
+    machines, and each process creates its own files in it.
     """
     assert config.nvme_path is not None
     token = broadcast_object(secrets.token_hex(4))
@@ -448,7 +452,7 @@ class DeepSpeedEngine(Engine):
     shards_state = True
     updates_itself = True
     averages_gradients = True
-    # A step can't be repeated, because gradients of the failed pass may already be in DeepSpeed's
+    # A failed step can't be repeated, because some of its gradients may already be in DeepSpeed's
     # buffers.
     can_repeat_step = False
     _zero: ZeroModel
@@ -459,9 +463,9 @@ class DeepSpeedEngine(Engine):
 
         Within the context, the environment variable LOCAL_RANK is set to the index of this
         process's device, because DeepSpeed reads the index from this variable. Not all launchers
-        set LOCAL_RANK. If a launcher makes only one GPU visible to each process, the local rank is
-        not the index of this GPU either. DeepSpeed rejects a LOCAL_RANK that differs from Open
-        MPI's variable, so Open MPI's variable is changed in the same way.
+        set LOCAL_RANK. Even if it is set, it is not the index of the GPU when the launcher makes
+        only one GPU visible to each process. DeepSpeed rejects a LOCAL_RANK that differs from Open
+        MPI's variable, so Open MPI's variable is set to the same index.
         """
         world, device = self.world, self.device
         index = (device.index or 0) if device.type == "cuda" else world.local_rank
@@ -470,7 +474,8 @@ class DeepSpeedEngine(Engine):
             names.append(_OPEN_MPI_LOCAL_RANK)
         before = {name: os.environ.get(name) for name in names}
         os.environ.update(dict.fromkeys(names, str(index)))
-        # Stage 3 replaces this function with one that models without DeepSpeed can't use.
+        # Stage 3 replaces this function with a version that does not work for models without
+        # DeepSpeed.
         linear = torch.nn.functional.linear
         try:
             with group_of_one(device) if world.size == 1 else contextlib.nullcontext():
@@ -548,7 +553,7 @@ class ZeroOptimizer(Optimizer):
     ) -> None:
         self._expected: dict[str, Layout] = {}
         super().__init__(model, config)
-        self.reads_found_inf = False  # DeepSpeed's update does not use `found_inf`.
+        self.reads_found_inf = False  # DeepSpeed's update ignores `found_inf`.
         self._expected = self._layouts()
         ((self._spec, self._torch),) = self._parts
         self._has_state, self._grad_scale = False, 1.0
@@ -570,14 +575,14 @@ class ZeroOptimizer(Optimizer):
     # One step
 
     def accumulate(self) -> None:
-        """Do nothing, because DeepSpeed itself accumulates the gradients of micro-batches."""
+        """Do nothing, because DeepSpeed accumulates the gradients of micro-batches itself."""
 
     def clip_gradients(
         self, grad_scale: float = 1.0, joined: Callable[[Tensor], Tensor] | None = None
     ) -> Tensor:
-        """Return the L2 norm of the gradients divided by `grad_scale`, a scalar [] in fp32. The
-        norm is infinite if a gradient is not finite. The gradients themselves are divided and
-        clipped by `step`.
+        """Return the L2 norm of the gradients after division by `grad_scale`, a scalar [] in fp32.
+        The norm is infinite if a gradient is not finite. `step` later divides and clips the
+        gradients themselves.
         """
         self._grad_scale = grad_scale
         from deepspeed.runtime.utils import combine_grad_norm_groups
@@ -593,11 +598,11 @@ class ZeroOptimizer(Optimizer):
         return torch.where(norm < 0, torch.inf, norm) / grad_scale
 
     def step(self, found_inf: Tensor | None = None) -> None:
-        """Divide the gradients by the `grad_scale` of `clip_gradients`, clip them to
-        `max_grad_norm`, and update the parameters. `found_inf` is ignored.
+        """Divide the gradients by the `grad_scale` that was passed to `clip_gradients`, clip them
+        to `max_grad_norm`, and update the parameters. `found_inf` is ignored.
         """
-        # The loss was scaled outside of DeepSpeed before the backward pass. With this value,
-        # DeepSpeed divides the gradients by the scale in its update.
+        # The loss was scaled outside of DeepSpeed before the backward pass. Setting this value
+        # makes DeepSpeed divide the gradients by the scale in its update.
         self._inner.loss_scale = self._grad_scale
         self.zero.engine.step()
         self._inner.loss_scale = 1.0
@@ -606,8 +611,8 @@ class ZeroOptimizer(Optimizer):
     def zero_grad(self) -> None:
         """Clear the gradients in the same way as DeepSpeed does after an fp16 overflow."""
         inner = self._inner
-        # DeepSpeed's zero_grad does not clear ZeRO's copies of the gradients, which are stored in
-        # buffers and dictionaries. The rest of this method clears these copies.
+        # DeepSpeed's `zero_grad` does not clear ZeRO's copies of the gradients, which are stored in
+        # buffers and dictionaries. The rest of this method clears them.
         inner.zero_grad(set_to_none=True)
         is_offloaded = inner.offload_optimizer if self.zero.stage == 3 else inner.cpu_offload
         if is_offloaded:
@@ -630,8 +635,8 @@ class ZeroOptimizer(Optimizer):
     # State
 
     def master_weights(self, *, changed: bool = False) -> contextlib.AbstractContextManager[None]:
-        """Make the model's full parameters available within the context, for reading and, with
-        `changed`, also for writing; see `ZeroModel.whole_parameters`.
+        """Within the context, make the model's full parameters available for reading and, with
+        `changed`, also for writing. See `ZeroModel.whole_parameters`.
         """
         return self.zero.whole_parameters(changed=changed)
 
@@ -687,7 +692,7 @@ class ZeroOptimizer(Optimizer):
         self.load_state_tensors(tensors)
 
     def _layouts(self) -> dict[str, Layout]:
-        # Parameters sharded by stage 3 have shape [0], so the earlier layouts are used.
+        # Parameters sharded by stage 3 have shape [0], so use the layouts recorded before sharding.
         return self._expected or super()._layouts()
 
     def _steps(self) -> Tensor:
@@ -730,8 +735,8 @@ class ZeroOptimizer(Optimizer):
 
     @contextlib.contextmanager
     def _at_hand(self, number: int) -> Iterator[None]:
-        """With offload nvme, load the state of a parameter group from its files into memory, and
-        write it back when the context exits.
+        """If optimizer state is offloaded to files ("nvme"), load the state of a parameter group
+        into memory, and write it back when the context exits.
         """
         inner = self._inner
         in_files = self.zero.stage == 3 and inner._swappable_optimizer_subgroup(number)

@@ -1,4 +1,4 @@
-"""Reads a DeepSpeed configuration file. Keys that have a counterpart in the recipe are converted,
+"""Read a DeepSpeed configuration file. Keys that have a counterpart in the recipe are converted,
 and other supported keys are passed on to DeepSpeed.
 """
 
@@ -13,7 +13,7 @@ from firstlight.errors import ConfigError, InputError, nearest
 from firstlight.files.atomic import read_json
 from firstlight.optim.config import OPTIMIZERS, elementwise_optimizers
 
-#: Keys of the file, mapped to the corresponding keys of a recipe.
+#: Keys of a DeepSpeed file, mapped to the corresponding keys of a recipe.
 _SAME = {
     "train_micro_batch_size_per_gpu": "batch.micro_batch_size",
     "gradient_accumulation_steps": "batch.gradient_accumulation_steps",
@@ -67,9 +67,9 @@ _WITHOUT_EFFECT = (
     "optimizer.params.torch_adam",
 )
 
-#: Accepted keys of the `fp16` section. Only `enabled` has an effect, because firstlight itself
-#: scales the loss. The scale starts at 2^16, is halved after an overflow, and is doubled after
-#: 2,000 steps without an overflow.
+#: Accepted keys of the `fp16` section. Only `enabled` has an effect, because firstlight scales the
+#: loss itself. Its scale starts at 2^16, is halved after an overflow, and is doubled after 2,000
+#: steps without an overflow.
 _FP16 = {"enabled", "auto_cast", "loss_scale", "initial_scale_power", "loss_scale_window"}
 _FP16 |= {"hysteresis", "min_loss_scale", "consecutive_hysteresis"}
 
@@ -79,10 +79,10 @@ class DeepSpeedFile:
     """The contents of a DeepSpeed configuration file.
 
     Attributes:
-        recipe: recipe keys such as "optimizer.learning_rate", mapped to the name of the key in the
-            file and its value.
-        handed_on: nested settings for `deepspeed.initialize`, in addition to the settings that the
-            engine passes.
+        recipe: recipe keys such as "optimizer.learning_rate". Each is mapped to the name of the
+            corresponding key in the file and that key's value.
+        handed_on: nested settings that are passed to `deepspeed.initialize` in addition to the
+            engine's own settings.
         train_batch_size: number of sequences per step on all processes; None if the file does not
             specify it.
     """
@@ -97,7 +97,7 @@ def read_deepspeed_file(path: str | Path) -> DeepSpeedFile:
 
     Raises:
         ConfigError: the file can't be read or is not a JSON object, or a key or value is not
-            supported (the message names it).
+            supported. The message names that key.
     """
     try:
         values = read_json(Path(path).expanduser())
@@ -123,8 +123,8 @@ def _leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, 
 
 
 def _read(leaves: dict[str, Any]) -> DeepSpeedFile:
-    """Convert all values, keyed by dotted name. Supported keys are removed from `leaves`, and any
-    remaining key is reported as an error.
+    """Convert all values in `leaves`, a dict from dotted name to value. Supported keys are removed
+    from `leaves`, and an error is raised for any key that remains.
     """
     found = DeepSpeedFile(train_batch_size=_count(leaves.pop("train_batch_size", None)))
     _require_zero(leaves)
@@ -154,7 +154,9 @@ def _count(value: Any) -> int | None:
 
 
 def _precision(leaves: dict[str, Any]) -> Iterator[tuple[str, tuple[str, Any]]]:
-    """Yield the entry of `DeepSpeedFile.recipe` for the enabled section, fp16 or bf16, if any."""
+    """Yield the entry of `DeepSpeedFile.recipe` for the fp16 or bf16 section that is enabled, if
+    any.
+    """
     own = {name: leaves.pop(name) for name in list(leaves) if name.split(".")[0] in _NARROW}
     enabled = [name for name in _NARROW if own.get(f"{name}.enabled", False) is True]
     if len(enabled) > 1:
@@ -171,13 +173,13 @@ def _precision(leaves: dict[str, Any]) -> Iterator[tuple[str, tuple[str, Any]]]:
         yield "efficiency.precision", (f"{name}.enabled", name)
 
 
-#: Sections that enable a precision. Their names are also values of the recipe's
+#: Sections that enable a precision. The section names are also valid values of the recipe's
 #: `efficiency.precision`.
 _NARROW = ("fp16", "bf16")
 
 
 def _optimizer(leaves: dict[str, Any]) -> Iterator[tuple[str, tuple[str, Any]]]:
-    """Yield the entry of `DeepSpeedFile.recipe` for `optimizer.type`, if the file has it."""
+    """Yield the entry of `DeepSpeedFile.recipe` for `optimizer.type`, if the file sets that key."""
     kind = leaves.pop("optimizer.type", None)
     if kind is None:
         return
@@ -194,9 +196,9 @@ def _optimizer(leaves: dict[str, Any]) -> Iterator[tuple[str, tuple[str, Any]]]:
 def _require_zero(leaves: dict[str, Any]) -> None:
     """Reject combinations of `zero_optimization` keys that the engine does not support.
 
-    A recipe has no key for offloaded parameters: parameters are offloaded if and only if the stage
-    is 3 and optimizer state is offloaded. The file's `offload_param` keys must be consistent with
-    this rule.
+    A recipe has no key for offloading parameters. They are offloaded if and only if the stage is 3
+    and optimizer state is offloaded. The file's `offload_param` keys must be consistent with this
+    rule.
     """
     name = "zero_optimization.offload_param.device"
     parameters = leaves.pop(name, "none")
@@ -231,8 +233,8 @@ _INSTEAD: dict[str, str] = {
 
 
 def _advice(name: str) -> str:
-    """Return the error message about an unsupported key. It names the recipe key to set instead, or
-    a similar supported key.
+    """Return the error message for an unsupported key. The message names the recipe key to set
+    instead, or a supported key with a similar name.
     """
     section = name.split(".")[0]
     known = [*_SAME, *_HANDED_ON, *_WITHOUT_EFFECT, "train_batch_size", "optimizer.type"]

@@ -1,11 +1,12 @@
-"""Starts the processes of a run with torch elastic, and restarts them when one fails.
+"""Start the processes of a run with torch elastic, and restart them when one fails.
 
 torch's agent assigns ranks over several machines, restarts failed ranks, and hosts a key-value
 store that outlives a restart. The agent in this module differs from torch's agent as follows:
 
-- The failure of a rank is immediately announced to the other ranks, which then exit by themselves.
-- A run that was stopped by a signal and has saved is not a failure and is not restarted.
-- The ranks are killed when the launcher is killed.
+- The failure of a rank is immediately announced to the other ranks, which then exit on their own.
+- A run that was stopped by a signal and has saved a checkpoint does not count as a failure and is
+  not restarted.
+- The ranks are killed if the launcher is killed.
 - The terminal shows the messages of rank 0. Messages of another rank are shown only if it fails.
 """
 
@@ -49,25 +50,25 @@ from firstlight.hardware.environment import usable_cpus
 from firstlight.parallel import rank_start
 from firstlight.parallel.rendezvous import ROUND, RankError, tcp_store, tell_failure
 
-#: Time limit in seconds for the other ranks to end by themselves after one rank has failed.
+#: Time limit in seconds for the other ranks to exit on their own after one rank has failed.
 _GRACE_SECONDS = 8.0
 
-#: Seconds during which ranks on other machines can still read the failure from the store.
+#: Time in seconds during which ranks on other machines can still read the failure from the store.
 _LINGER_SECONDS = 4.0
 
-#: Time limit in seconds for ranks to save and exit after a signal. A second signal ends them
+#: Time limit in seconds for ranks to save and exit after a signal. A second signal makes them exit
 #: sooner.
 _SAVING_SECONDS = 3600
 
 #: Time limit in seconds for all machines to connect to the rendezvous.
 _RENDEZVOUS_SECONDS = 900
 
-#: Exit codes of ranks that have not failed: the run is complete, was stopped and saved, or
-#: diverged. torch's agent treats every code except 0 as a failure.
+#: Exit codes of ranks that have not failed. The run is complete, was stopped and saved a
+#: checkpoint, or diverged. torch's agent treats every code except 0 as a failure.
 _ENDS = (0, STOPPED_EXIT_CODE, DIVERGED_EXIT_CODE)
 
-#: Exit codes for errors that would recur after a restart: an invalid recipe or option, and a run
-#: that diverged.
+#: Exit codes for errors that would recur after a restart, namely an invalid recipe or option and a
+#: run that diverged.
 _FINAL_EXIT_CODES = (ConfigError.exit_code, DIVERGED_EXIT_CODE)
 
 #: Signals passed on to the ranks, unless they are ignored (nohup).
@@ -85,12 +86,12 @@ _TRACEBACK = "Traceback (most recent call last):"
 
 @dataclass(frozen=True)
 class Launch:
-    """Numbers of processes and machines to start.
+    """Number of processes to start on each of a number of machines.
 
     Attributes:
         nproc: number of processes on this machine.
-        nnodes: number of machines.
-        node_rank: this machine's number; machine 0 hosts the rendezvous.
+        nnodes: number of machines in the run.
+        node_rank: number of this machine; machine 0 hosts the rendezvous.
         endpoint: HOST or HOST:PORT of machine 0; "" with one machine.
         max_restarts: maximum number of times that all ranks are started again after a failure.
 
@@ -122,14 +123,14 @@ def launch(command: Sequence[str], options: Launch, on_restart: Sequence[str] = 
 
     Args:
         command: the program's full path and its arguments.
-        options: numbers of processes and machines.
+        options: number of processes and machines to start.
         on_restart: additional arguments of the command when it is restarted, such as `--resume`.
 
     Returns:
         The exit code for the launcher:
 
-        - the largest exit code of the ranks if none failed: 0, 75 for a run that was stopped and
-          saved, or 76 for a run that diverged;
+        - the largest exit code of the ranks if none of them failed: 0, 75 for a run that was
+          stopped and saved a checkpoint, or 76 for a run that diverged;
         - if rank 0 failed and has printed its error: 2 for an invalid recipe or option, 76 for a
           run that diverged, otherwise 1;
         - if a signal stopped the launcher and a rank ended with a code other than 0, 75 or 76: 128
@@ -156,7 +157,7 @@ def launch(command: Sequence[str], options: Launch, on_restart: Sequence[str] = 
         try:
             result = agent.run()
         except SignalException as caught:
-            # Leave the rendezvous open, because another machine may replace this one.
+            # Leave the rendezvous open, because a different machine may replace this one.
             return agent.code_after_signal(caught.sigval)
         except RendezvousError as error:
             problem = (
@@ -164,7 +165,7 @@ def launch(command: Sequence[str], options: Launch, on_restart: Sequence[str] = 
                 f"({error or type(error).__name__}): check --rdzv-endpoint, and start all machines"
             )
             if not agent.failed:
-                # Leave the rendezvous open here, too, because the other machines may still be
+                # Leave the rendezvous open here as well, because the other machines may still be
                 # waiting for each other.
                 raise RankError(f"the rendezvous {options.endpoint} {problem}") from error
         if agent.failed and options.nnodes > 1:
@@ -182,8 +183,8 @@ def launch(command: Sequence[str], options: Launch, on_restart: Sequence[str] = 
 
 @dataclass(frozen=True)
 class _Ended:
-    """A rank that has failed. `code` is its exit code, or minus the number of the signal that
-    killed it. `said` is its output, or "" for rank 0, which writes to the terminal.
+    """A rank that has failed. `code` is its exit code or, if a signal killed it, the negated signal
+    number. `said` is its output, or "" for rank 0, which writes to the terminal.
     """
 
     rank: int
@@ -193,7 +194,7 @@ class _Ended:
 
     @property
     def error(self) -> str:
-        """The rank's error in one line."""
+        """The rank's error as one line."""
         name = f"rank {self.rank} on {socket.gethostname()} (pid {self.pid}) failed:"
         lines = self.said.rstrip().splitlines()
         for line in reversed(lines):
@@ -241,10 +242,10 @@ class _Agent(LocalElasticAgent):
         self._rdzv_handler.shutdown()
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
-        # The first machine determines the number of the start for all machines. Each agent counts
-        # only its own starts, and these counts differ after a machine has been replaced.
+        # The first machine determines the restart count for all machines. Each agent counts only
+        # its own starts, so the counts differ after a machine has been replaced.
         key = "firstlight/start"
-        group = cast(Any, worker_group)  # torch's type hints use None for values set later.
+        group = cast(Any, worker_group)  # torch's type hints require None for values set later.
         if group.group_rank == 0:
             group.store.set(key, f"{self._starts}-{uuid.uuid4().hex}")
         said = group.store.get(key).decode()
@@ -258,8 +259,9 @@ class _Agent(LocalElasticAgent):
         return cast(dict[int, Any], super()._start_workers(worker_group))
 
     def _shutdown(self, death_sig: signal.Signals | None = None, timeout: int = 30) -> None:
-        # torch 2.11 has no option for this time limit. Its limit of 30 s is sufficient before a
-        # restart, where there is no signal, because ranks that wait for a lost machine can't save.
+        # torch 2.11 has no option for this time limit. Before a restart there is no signal, and
+        # torch's limit of 30 s is sufficient, because ranks that wait for a lost machine can't
+        # save.
         if death_sig is not None and self._pcontext is not None:
             self._pcontext.close(death_sig, _SAVING_SECONDS)
         super()._shutdown()
@@ -269,7 +271,7 @@ class _Agent(LocalElasticAgent):
         codes = self.codes()
         if None in codes and any(codes):
             if not self.failed or time.monotonic() < self._grace_ends:
-                # torch's agent would end the running ranks before they can report the failure.
+                # torch's agent would kill the running ranks before they can report the failure.
                 return RunResult(state=WorkerState.HEALTHY)
             cast(PContext, self._pcontext).close(signal.SIGKILL)
         result = cast(RunResult, super()._monitor_workers(worker_group))
@@ -289,14 +291,14 @@ class _Agent(LocalElasticAgent):
         return result
 
     def _look_at_ranks(self, worker_group: WorkerGroup) -> None:
-        """Record the ranks that have failed, and report the first one to the other ranks."""
+        """Record the ranks that have failed, and report the first failure to the other ranks."""
         for worker, code in zip(worker_group.workers, self.codes(), strict=True):
             rank = worker.global_rank
             if code is None or code in _ENDS or rank in self.failed:
                 continue
             log = self._folder / f"rank-{rank}.log"
             said = log.read_text(errors="replace") if log.exists() else ""
-            # torch prefixes the lines of a traceback with the rank.
+            # torch prefixes each line of a traceback with the rank.
             said = said.replace(f"[rank{rank}]: ", "")
             self.failed[rank] = _Ended(rank, worker.id, code, said)
             if len(self.failed) == 1:
@@ -307,8 +309,8 @@ class _Agent(LocalElasticAgent):
                     tell_failure(PrefixStore(os.environ[ROUND], store), self.failed[rank].error)
 
     def codes(self) -> list[int | None]:
-        """Return the exit codes of this machine's ranks in the order of local ranks. The code of a
-        running rank is None. Before the start, the list is empty.
+        """Return the exit codes of this machine's ranks, ordered by local rank. The code of a
+        running rank is None. The list is empty before the ranks are started.
         """
         if self._pcontext is None:
             return []
@@ -325,14 +327,14 @@ class _Agent(LocalElasticAgent):
         return next((code for code in self.codes() if code in _FINAL_EXIT_CODES), None)
 
     def _rank_0_has_said(self) -> bool:
-        """Return True if rank 0 has failed and printed its error to this terminal. This is not the
-        case if a signal killed it.
+        """Return True if rank 0 has failed and printed its error to this terminal. Return False if
+        a signal killed rank 0.
         """
         return 0 in self.failed and self.failed[0].code > 0
 
     def code_after_failure(self) -> int:
-        """Return the exit code after a failure; see `launch`. If the output of the first failed
-        rank contains a traceback, print the end of this output.
+        """Return the exit code after a failure, as described for `launch`. If the output of the
+        first failed rank contains a traceback, print the end of that output.
 
         Raises:
             RankError: rank 0 has not printed an error.
@@ -347,7 +349,7 @@ class _Agent(LocalElasticAgent):
         return self._final_code() or 1
 
     def code_after_signal(self, number: signal.Signals) -> int:
-        """Return the exit code after the launcher has received a signal; see `launch`."""
+        """Return the exit code for a launcher that received a signal, as described for `launch`."""
         codes = self.codes()
         if not codes or not set(codes) <= set(_ENDS):
             return 128 + number
@@ -355,8 +357,8 @@ class _Agent(LocalElasticAgent):
 
 
 def _rendezvous(options: Launch) -> RendezvousParameters:
-    """Return the parameters of torch's rendezvous between the machines. With one machine, the
-    rendezvous uses a free port of localhost, so that no host name has to be resolved.
+    """Return the parameters for torch's rendezvous of the machines. With a single machine, the
+    rendezvous uses a free port on localhost, so that no host name has to be resolved.
     """
     alone = options.nnodes == 1
     return RendezvousParameters(
@@ -367,15 +369,15 @@ def _rendezvous(options: Launch) -> RendezvousParameters:
         max_nodes=options.nnodes,
         local_addr="localhost" if alone else None,
         timeout=_RENDEZVOUS_SECONDS,
-        # Without this argument, torch compares host names. A container may not be able to resolve
-        # its own host name.
+        # Without this argument, torch compares host names, and a container may be unable to resolve
+        # its own.
         is_host=alone or options.node_rank == 0,
     )
 
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Disable logging within the context, because torch elastic logs a page of tables for each
+    """Disable logging within the context, because torch elastic logs many lines of tables for each
     failure.
     """
     before = logging.root.manager.disable

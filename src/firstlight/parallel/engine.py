@@ -1,6 +1,6 @@
-"""The interface of engines, and the engines in which each process holds the whole model.
+"""The interface of engines, and the engines that keep the whole model on each process.
 
-An engine distributes one plain model over the processes of a run: it wraps or shards the model,
+An engine distributes one plain model over the processes of a run. It wraps or shards the model,
 combines gradients, and gathers weights and optimizer state for checkpoints.
 """
 
@@ -25,8 +25,8 @@ from firstlight.parallel.group import all_reduce_sum
 from firstlight.parallel.world import World
 from firstlight.section import Section
 
-#: Function that returns a model's tensors for the weight file of a checkpoint. They are views of
-#: parameters and buffers, keyed by their names in that file.
+#: Function that returns a model's tensors for the weight file of a checkpoint. The tensors are
+#: views of parameters and buffers, keyed by their names in that file.
 TensorsOf = Callable[[Model], Mapping[str, Tensor]]
 
 
@@ -41,18 +41,18 @@ class DistributedConfig(Section):
     the processes, and gathers each layer while it is computed. "deepspeed" is DeepSpeed ZeRO, which
     also supports a single process."""
     shard: int | None = Field(None, gt=1)
-    """number of processes over which fsdp shards one copy of the model; null means all processes.
-    With a smaller number (hybrid sharding), each group of this many processes, ideally on one
-    machine, has a copy of the model, and layers are gathered only within the group."""
+    """number of processes over which fsdp shards one copy of the model; null means all processes. A
+    smaller number selects hybrid sharding. Each group of that many processes, ideally on one
+    machine, then has a copy of the model, and layers are gathered only within the group."""
     offload: Literal["none", "cpu", "nvme"] = "none"
-    """location of sharded tensors. With "cpu", fsdp keeps and updates its shards in CPU memory;
-    deepspeed keeps the optimizer state there and, at stage 3, also the parameters. With "nvme"
-    (deepspeed only), the optimizer state is kept in files."""
+    """where sharded tensors are stored. With "cpu", fsdp keeps and updates its shards in CPU
+    memory; deepspeed keeps the optimizer state there and, at stage 3, also the parameters. With
+    "nvme" (deepspeed only), the optimizer state is kept in files."""
     zero_stage: Literal[1, 2, 3] | None = None
-    """tensors that deepspeed shards: the optimizer state (1), also gradients (2), also parameters
-    (3); null means 2."""
+    """tensors that deepspeed shards: the optimizer state (1), the gradients as well (2), or also
+    the parameters (3); null means 2."""
     nvme_path: str | None = None
-    """folder on a fast disk of each machine, for offload "nvme"."""
+    """folder for offload "nvme", on a fast disk of each machine."""
     deepspeed_config: str | None = None
     """path of an existing DeepSpeed configuration file (JSON); if it is set, engine "auto" is
     deepspeed. The file supplies values for keys that the recipe does not set, and must not
@@ -63,16 +63,16 @@ class DistributedConfig(Section):
     tensor_parallel: int = Field(1, ge=1)
     """number of neighbouring processes, ideally on one machine, that share the computation of each
     layer for the same sequences, each with some of the attention heads and a part of the MLP. This
-    is for Llama models whose layers are too large for one GPU. If the run has more processes,
-    engine "auto" is "fsdp" between the groups."""
+    is for Llama models whose layers are too large for one GPU. If the run has more processes than
+    that, engine "auto" is "fsdp" between the groups."""
     pipeline: int = Field(1, ge=1)
-    """number of pipeline stages, each a process with consecutive layers of a Llama model. The
-    micro-batches of a step pass through all stages. This is for models that are too large for one
-    machine. A step should have several times as many micro-batches
-    (batch.gradient_accumulation_steps) as stages."""
+    """number of pipeline stages. Each stage is a process that computes consecutive layers of a
+    Llama model. The micro-batches of a step pass through all stages. This is for models that are
+    too large for one machine. The number of micro-batches per step
+    (batch.gradient_accumulation_steps) should be several times the number of stages."""
     timeout_seconds: float = Field(600, gt=0)
-    """seconds without a response from a process after which the run ends with an error. This time
-    must be longer than the slowest save, because the other processes wait for it."""
+    """time in seconds without a response from a process after which the run ends with an error. It
+    must be longer than the slowest save, because other processes wait while one of them saves."""
 
 
 class StateTensors(NamedTuple):
@@ -81,8 +81,8 @@ class StateTensors(NamedTuple):
     Attributes:
         weights: weights by name.
         moments: optimizer state by name.
-        is_copy: True if the tensors do not share memory with the run, so that the next step does
-            not change them.
+        is_copy: True if the tensors do not share memory with the run, so the next step does not
+            change them.
     """
 
     weights: Mapping[str, Tensor]
@@ -91,33 +91,34 @@ class StateTensors(NamedTuple):
 
 
 class Engine:
-    """Distributes one model over the processes of a run. This base class is the engine of a run
-    with one process. The other engines override some of its methods.
+    """Distributes one model over the processes of a run. This base class is the engine for runs
+    with a single process. The other engines override some of its methods.
 
     A step's gradient is the sum of the processes' gradients, because each process divides its loss
     by the number of valid tokens of all processes.
 
     Args:
         config: the recipe's `distributed` section.
-        world: this process among the others; its process group is open.
+        world: this process's position in the run; the process group must be open.
         device: this process's device.
 
     Attributes:
-        name: "none", "ddp", "fsdp" or "deepspeed": the engine between processes that compute
-            different sequences.
+        name: "none", "ddp", "fsdp" or "deepspeed"; it names the engine used between processes that
+            compute different sequences.
         keeps_shards: True if `share` shards the weights over the processes.
         shards_state: True if each process keeps only a shard of the optimizer's state.
-        keeps_buckets: True if the memory of the gradients stays allocated between steps, because
-            the gradients are views into DDP's communication buckets.
+        keeps_buckets: True if the gradients' memory stays allocated between steps. This is the case
+            for DDP, where gradients are views into communication buckets.
         updates_itself: True if an external library (DeepSpeed) runs the backward pass and the
-            update instead of `Optimizer`.
+            update in place of `Optimizer`.
         averages_gradients: True if the library averages the processes' gradients instead of
             summing them.
         can_repeat_step: True if a step that ran out of memory can be repeated with smaller
-            micro-batches; False if other processes wait for this process's gradients.
+            micro-batches. This is not possible if other processes wait for this process's
+            gradients.
         rank, size: index of this process's part of each global batch, and the number of parts. With
-            `distributed.tensor_parallel` or `pipeline`, neighbouring processes compute one part
-            together.
+            `distributed.tensor_parallel` or `distributed.pipeline`, neighbouring processes compute
+            one part together.
         group_rank: index of this process among the processes that compute one part together.
         loss_factor: factor by which a loss is multiplied before its backward pass. It is `size` if
             the library averages gradients, so that the average equals the sum; otherwise it is 1.
@@ -146,12 +147,12 @@ class Engine:
 
     @property
     def can_repeat_step(self) -> bool:
-        """See the attributes of `Engine`."""
+        """True if a step that ran out of memory can be repeated with smaller micro-batches."""
         return self.world.size == 1
 
     def session(self) -> contextlib.AbstractContextManager[None]:
-        """Return the context of a whole run. Its exit undoes the engine's changes to process-wide
-        settings (environment variables, process group).
+        """Return the context for a whole run. On exit, it undoes the engine's changes to
+        process-wide settings, such as environment variables and the process group.
         """
         return contextlib.nullcontext()
 
@@ -165,12 +166,12 @@ class Engine:
         generator: torch.Generator | None = None,
         init: InitConfig | None = None,
     ) -> Model:
-        """Create this process's part of a new model, on the CPU. Except in a pipeline, this is the
-        whole model.
+        """Create this process's part of a new model, on the CPU. This is the whole model, except in
+        a pipeline.
 
         Args:
             config: the architecture.
-            vocab_multiple: the vocabulary is padded to a multiple of this number.
+            vocab_multiple: number to a multiple of which the vocabulary is padded.
             generator: source of the random initial values; None leaves the values uninitialized.
             init: see `LanguageModel.init_weights`.
 
@@ -186,10 +187,10 @@ class Engine:
         """Distribute a model over the processes, in place. Return its distributed forward function.
 
         Args:
-            model: the model, with equal weights on all processes, and with activation checkpointing
-                and similar methods applied. It must be on this process's device. If `keeps_shards`
-                is True, it can also be on the CPU; its layers are then moved to the device one
-                after the other.
+            model: the model, with the same weights on all processes. Activation checkpointing and
+                similar methods must already have been applied. The model must be on this process's
+                device. If `keeps_shards` is True, it can also be on the CPU; its layers are then
+                moved to the device one by one.
             precision: the recipe's `efficiency.precision`. With "bf16", fsdp gathers parameters in
                 bf16 and sums gradients in fp32.
 
@@ -223,8 +224,8 @@ class Engine:
         return Optimizer(model, config, in_backward=in_backward, initial=initial), forward
 
     def absent_parameters(self, model: Model) -> set[str]:
-        """Return the names of the parameters that this process does not have, because they belong
-        to other pipeline stages.
+        """Return the names of the parameters that belong to other pipeline stages and are therefore
+        missing on this process.
         """
         return set()
 
@@ -232,7 +233,7 @@ class Engine:
         """Free gathered parameters, so that each process holds only its shards.
 
         After a forward pass without a backward pass, as in an evaluation, the parameters outside of
-        the layers are still gathered.
+        the layers stay gathered until this method is called.
         """
 
     # A step
@@ -240,23 +241,24 @@ class Engine:
     def run_schedule(
         self, loss_sum: Callable[..., Tensor], batches: Sequence[Any], divisor: float
     ) -> Tensor | None:
-        """Run all forward and backward passes of a step if the engine has its own schedule, as a
+        """Run all forward and backward passes of a step, if the engine schedules them itself as a
         pipeline does.
 
         Args:
             loss_sum: this process's loss function, which maps `input_ids`, `labels` and
-                `document_ids`, each [batch, seq_len], to the summed loss, a scalar [].
+                `document_ids`, each of shape [batch, seq_len], to the summed loss, a scalar [].
             batches: the step's micro-batches.
             divisor: number by which each loss is divided before its backward pass.
 
         Returns:
             The summed loss over all micro-batches, before the division: a scalar [], fp64. None if
-            the engine does not have a schedule; the caller must then run the micro-batches itself.
+            the engine does not schedule the passes; the caller must then run the micro-batches
+            itself.
         """
         return None
 
     def backward_pass(self, *, last: bool) -> contextlib.AbstractContextManager[None]:
-        """Return the context of a micro-batch's forward and backward pass.
+        """Return the context for a micro-batch's forward and backward pass.
 
         Args:
             last: True for the last micro-batch of a step. Processes exchange gradients only in this
@@ -281,12 +283,12 @@ class Engine:
 
     def sums(self, *values: float) -> list[float]:
         """Return the sum of each number over the parts of a global batch, computed in fp64. All
-        processes must call this method; it returns the same sums on all of them.
+        processes must call this method, and all get the same sums.
         """
         if self.world.size == 1:
             return list(values)
         # Processes that compute one part together have the same numbers, so only one of them
-        # contributes its numbers.
+        # contributes to the sums.
         own = values if self.group_rank == 0 else [0.0] * len(values)
         sums: list[float] = all_reduce_sum(torch.tensor(own, dtype=torch.float64)).tolist()
         return sums
@@ -299,8 +301,9 @@ class Engine:
         """Return the full weights and optimizer state on the main process. All processes must call
         this method; processes other than the main process must ignore its result.
 
-        This base class and DDP return tensors on their device, because the saver can copy all of
-        them from a GPU into page-locked memory at once. Other engines return tensors on the CPU.
+        This base class and the DDP engine return the tensors on their device, because the saver can
+        copy all of them from a GPU into page-locked memory at once. Other engines return tensors on
+        the CPU.
 
         Args:
             model: the distributed model.
@@ -314,9 +317,9 @@ class Engine:
             return StateTensors(tensors_of(model), optimizer.state_shards())
 
     def own_tensors(self, model: Model, optimizer: Optimizer) -> StateTensors:
-        """Return this process's weights and optimizer state without gathering or copying them.
-        These are its shards (DTensors) and, in the main process, also the tensors that are not
-        sharded.
+        """Return this process's weights and optimizer state without gathering or copying them. The
+        result contains this process's shards (DTensors). On the main process, it also contains the
+        tensors that are not sharded.
         """
         weights = {name: p.detach() for name, p in model.named_parameters()}
         weights, moments = (
@@ -327,7 +330,7 @@ class Engine:
 
 
 def one_process(device: torch.device = torch.device("cpu")) -> Engine:  # noqa: B008 - a constant
-    """Return the engine of a process that trains alone."""
+    """Return the engine for a run with a single process."""
     return Engine(DistributedConfig(engine="none"), World(0, 1, 0, 1), device)
 
 
@@ -343,15 +346,15 @@ class DDPEngine(Engine):
 
     @contextlib.contextmanager
     def session(self) -> Iterator[None]:
-        """See `Engine.session`. After the exit, the model wrapped by `share` can't be used."""
+        """See `Engine.session`. The model wrapped by `share` can't be used after the exit."""
         try:
             yield
         finally:
             if hasattr(self, "_ddp"):
                 # DDP's reducer (C++) also owns the process group. If it were the last owner, it
                 # would destroy the group while holding the GIL. gloo's threads may be waiting for
-                # the GIL, so this could be a deadlock. Without the reducer, Python's reference is
-                # the last one, and Python releases the GIL before it destroys the group.
+                # the GIL, so this could deadlock. Once the reducer is gone, Python has the last
+                # reference, and Python releases the GIL before it destroys the group.
                 del self._ddp.reducer, self._ddp.logger
 
     def share(self, model: Model, precision: str) -> Callable[..., Tensor]:
@@ -359,8 +362,8 @@ class DDPEngine(Engine):
         # Buffers are equal on all processes and never change, so DDP does not have to broadcast
         # them.
         with warnings.catch_warnings():
-            # Newer versions of torch renamed an argument and warn about the old name, which older
-            # versions require.
+            # Newer versions of torch have renamed an argument and warn about the old name, which
+            # older versions require.
             warnings.simplefilter("ignore", FutureWarning)
             self._ddp = DistributedDataParallel(
                 model, broadcast_buffers=False, gradient_as_bucket_view=True
@@ -383,7 +386,7 @@ class DDPEngine(Engine):
 
 
 def on_cpu(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tensors detached, contiguous and on the CPU, with unchanged shapes and dtypes. A
-    tensor that is already contiguous and on the CPU is not copied.
+    """Return detached, contiguous tensors on the CPU, with unchanged shapes and dtypes. A tensor
+    that is already contiguous and on the CPU is not copied.
     """
     return {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}

@@ -1,4 +1,4 @@
-"""Selects the engine for a recipe and a number of processes, and rejects invalid combinations."""
+"""Select the engine for a recipe and a number of processes, and reject invalid combinations."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ ENGINES: dict[str, type[Engine]] = {
 
 
 def make_engine(config: DistributedConfig, world: World, device: torch.device) -> Engine:
-    """Return the engine of a run.
+    """Return the engine for a run.
 
     Args:
         config: the recipe's `distributed` section.
-        world: this process among the others; its process group is open.
+        world: this process's position in the run; the process group must be open.
         device: this process's device.
 
     Raises:
@@ -41,19 +41,19 @@ def make_engine(config: DistributedConfig, world: World, device: torch.device) -
 
 
 def named_engine(config: DistributedConfig) -> type[Engine]:
-    """Return the engine class that a recipe specifies. For "auto", return the engine for a single
+    """Return the engine class that a recipe specifies. For "auto", return the class for a single
     process.
     """
     return ENGINES.get(config.engine, Engine)
 
 
 def engine_name(config: DistributedConfig, processes: int) -> str:
-    """Return the name of the engine between processes that compute different sequences: "none",
-    "ddp", "fsdp" or "deepspeed".
+    """Return the name of the engine used between processes that compute different sequences:
+    "none", "ddp", "fsdp" or "deepspeed".
 
     Args:
         config: the recipe's `distributed` section.
-        processes: number of all processes of the run, including those of tensor and pipeline
+        processes: total number of processes in the run, including those of tensor and pipeline
             parallelism.
 
     Raises:
@@ -116,7 +116,7 @@ def engine_name(config: DistributedConfig, processes: int) -> str:
 
 
 def _require_own_keys(config: DistributedConfig, name: str) -> None:
-    """Reject keys that are set but belong to an engine other than `name`."""
+    """Reject a config that sets keys of an engine other than `name`."""
     stage, nvme = config.zero_stage, config.offload == "nvme"
     own = {
         "shard": (config.shard is not None, ("fsdp",)),
@@ -145,8 +145,8 @@ def _require_own_keys(config: DistributedConfig, name: str) -> None:
 
 
 def _pipeline_engine_name(config: DistributedConfig, processes: int) -> str:
-    """Return the engine name for a pipeline, which can't be combined with other engines; see
-    `engine_name`.
+    """Return the engine name for a run with pipeline parallelism, which can't be combined with
+    other engines.
     """
     others = {
         f"engine {config.engine}": config.engine not in ("auto", "none"),

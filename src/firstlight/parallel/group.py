@@ -1,4 +1,5 @@
-"""The process group of a run, and the collective operations between its processes (exchanges).
+"""The process group of a run, and the collective operations between its processes. This module
+calls these operations exchanges.
 
 `process_group` opens torch's group after a rendezvous, watches the ranks by heartbeats, and closes
 the group. All ranks must call the exchanges in the same order. In a world of one process, an
@@ -49,26 +50,28 @@ from firstlight.parallel.world import World
 
 # The heartbeat
 
-#: Seconds between two heartbeats, and between two decisions.
+#: Time in seconds between two heartbeats, and between two decisions.
 _BEAT_SECONDS = 1.0
 _DECIDE_SECONDS = 0.25
 
-#: Seconds without a heartbeat after which a rank is considered failed, once an exchange has failed.
+#: Once an exchange has failed, a rank is considered failed after this many seconds without a
+#: heartbeat.
 _SUSPICIOUS_SECONDS = 5.0
 
-#: Time limit in seconds for the main thread to notice a known failure and to unwind. A thread that
-#: waits in a collective operation can't do so, because no Python exception reaches it there.
+#: Time limit in seconds for the main thread to notice a known failure and exit. A thread that waits
+#: in a collective operation can't do this, because no Python exception reaches it there.
 _GRACE_SECONDS = 3.0
 
 
 class Heartbeat:
-    """Watches the ranks of a world; its threads start in the constructor.
+    """Watches the ranks of a world in two threads, which the constructor starts.
 
     Args:
         store: the store of the ranks.
-        own: this process.
+        own: description of this process.
         infos: all ranks, in the order of their numbers.
-        timeout_seconds: seconds without a heartbeat after which a rank is considered failed.
+        timeout_seconds: time in seconds without a heartbeat after which a rank is considered
+            failed.
 
     Attributes:
         failure: message that reports the failure and names the failed rank; None if no rank has
@@ -102,15 +105,15 @@ class Heartbeat:
             thread.start()
 
     def blame(self) -> str | None:
-        """After a failed exchange, wait until it is known which rank has failed.
+        """After a failed exchange, wait until the failed rank is known.
 
         Returns:
             The message that reports the failure and names the failed rank; None if all ranks still
             answer.
         """
-        # Watch all ranks with a shorter limit, because any of them may have failed.
+        # Watch all ranks with a shorter time limit, because any of them may have failed.
         self._suspicious = True
-        # The limit is measured from the last heartbeat of a rank, which may have just arrived.
+        # The limit starts at a rank's last heartbeat, which may have arrived just now.
         self._decided.wait(_SUSPICIOUS_SECONDS + 3 * _BEAT_SECONDS)
         return self.failure
 
@@ -127,7 +130,9 @@ class Heartbeat:
             thread.join(_BEAT_SECONDS)
 
     def _beat(self) -> None:
-        """Run the beating thread: write this rank's heartbeats and read those of watched ranks."""
+        """Run the beating thread. It writes this rank's heartbeats and reads those of the watched
+        ranks.
+        """
         count = 0
         keys = [f"beat/{rank}" for rank in range(len(self._infos))]
         try:
@@ -156,8 +161,9 @@ class Heartbeat:
         return others if self._own.rank == 0 or self._suspicious else [0]
 
     def _decide_repeatedly(self) -> None:
-        """Run the deciding thread: find failed ranks, and end the process if the main thread does
-        not do so in time."""
+        """Run the deciding thread. It finds failed ranks, and ends the process if the main thread
+        does not end it in time.
+        """
         before = time.monotonic()
         while not self._stopped.wait(_DECIDE_SECONDS):
             now = time.monotonic()
@@ -171,8 +177,8 @@ class Heartbeat:
                 _end_process(self.failure)
 
     def _count(self, passed: float) -> None:
-        """Add `passed` seconds to the time since the last heartbeat of each watched rank and since
-        the last answer of the store, and decide whether the limit is exceeded.
+        """Add `passed` seconds to the times since the last heartbeat of each watched rank and since
+        the store last answered. Then decide whether one of them exceeds the limit.
         """
         limit = min(self._timeout, _SUSPICIOUS_SECONDS) if self._suspicious else self._timeout
         with self._lock:
@@ -223,7 +229,8 @@ def _end_process(failure: str) -> None:
 #: torch's default for NCCL.
 DEFAULT_TIMEOUT_SECONDS = 600.0
 
-#: Words that identify an error of an exchange, because gloo's errors are plain RuntimeErrors.
+#: Words that identify an error as coming from an exchange. They are needed because gloo's errors
+#: are plain RuntimeErrors.
 _EXCHANGE_WORDS = ("gloo", "NCCL", "Connection closed by peer", "ProcessGroup")
 
 #: Time limit in seconds for closing a group after a failure.
@@ -231,10 +238,11 @@ _CLOSE_SECONDS = 1.5
 
 
 def own_device(world: World, device: str) -> torch.device:
-    """Return the device of this process: for "cuda", the GPU of its local rank.
+    """Return the device of this process. For "cuda", it is the GPU whose index is the local rank,
+    or the only GPU that is visible.
 
     Args:
-        world: this process among the others.
+        world: this process's position in the run.
         device: "cpu" or "cuda".
 
     Raises:
@@ -251,8 +259,8 @@ def own_device(world: World, device: str) -> torch.device:
     count = torch.cuda.device_count()
     if count == 0:
         raise ConfigError("device 'cuda' is not present on this machine: set it to cpu")
-    # If only one GPU is visible, the launcher is assumed to have assigned a separate GPU to each
-    # process. If processes share a GPU, the rendezvous rejects the run (see `rendezvous.compare`).
+    # If only one GPU is visible, assume that the launcher has assigned a separate GPU to each
+    # process. If processes nevertheless share a GPU, `rendezvous.compare` rejects the run.
     index = 0 if count == 1 else world.local_rank
     if index >= count:
         raise ConfigError(
@@ -279,11 +287,11 @@ def process_group(
     failure to stderr and ends with exit code 1.
 
     Args:
-        world: this process among the others.
+        world: this process's position in the run.
         device: the device of this process's tensors. Tensors on the CPU are exchanged by gloo,
             tensors on GPUs by NCCL.
-        timeout_seconds: time limit for the rendezvous, for an exchange between ranks, and for the
-            time without a heartbeat of a rank.
+        timeout_seconds: time limit in seconds for the rendezvous, for an exchange between ranks,
+            and for the time without a heartbeat from a rank.
         fingerprint: a hash of the recipe, which must be the same on all ranks.
 
     Raises:
@@ -304,7 +312,7 @@ def process_group(
         heartbeat = Heartbeat(store, own, infos, timeout_seconds)
         _open_group(world, device, store, timeout_seconds)
         yield
-        # A rank must not end while another rank still needs it for an exchange.
+        # A rank must not exit while another rank still needs it for an exchange.
         barrier()
     except BaseException as error:
         failure = None
@@ -315,7 +323,7 @@ def process_group(
         # exchange.
         _close_broken_group()
         if own.rank == 0 and not hosted_by_agent():
-            # The store ends with this process, so the other ranks need some time to read the
+            # The store ends with this process, so give the other ranks some time to read the
             # failure.
             time.sleep(TALK_SECONDS)
         if failure is None:
@@ -350,7 +358,7 @@ def _open_group(world: World, device: torch.device, store: Store, timeout_second
 
 
 def _failure_elsewhere(error: BaseException, own: RankInfo, heartbeat: Heartbeat) -> str | None:
-    """Return the message that reports the failure of another rank if this failure caused `error`.
+    """If the failure of another rank caused `error`, return the message that reports this failure.
     If this rank itself failed, inform the other ranks and return None.
     """
     broken = is_exchange_error(error)
@@ -374,8 +382,8 @@ def _failure_elsewhere(error: BaseException, own: RankInfo, heartbeat: Heartbeat
 
 
 def is_exchange_error(error: BaseException | None) -> bool:
-    """Return True if an error, or any error in its chain of causes, is an error of an exchange
-    between ranks.
+    """Return True if an error, or any error in its chain of causes, comes from an exchange between
+    ranks.
     """
     while error is not None:
         if isinstance(error, dist.DistError):
@@ -433,8 +441,7 @@ def agree(flag: bool) -> bool:
 
 def barrier() -> None:
     """Wait until all ranks have called this function."""
-    # This uses gloo on the CPU even if the model is on GPUs, so that no rank has to wait for its
-    # kernels.
+    # Use gloo on the CPU even if the model is on GPUs, so that no rank has to wait for its kernels.
     agree(False)
 
 
@@ -448,7 +455,7 @@ def broadcast_object(value: Any) -> Any:
 
 
 def gather_objects(value: Any) -> list[Any]:
-    """Return a list of the values of all ranks, in the order of ranks, on every rank."""
+    """Return the values of all ranks as a list, ordered by rank. Every rank gets the whole list."""
     if _is_alone():
         return [value]
     values: list[Any] = [None] * dist.get_world_size()
@@ -457,7 +464,7 @@ def gather_objects(value: Any) -> list[Any]:
 
 
 def gather_to_main(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tensors of all ranks, keyed by name, on rank 0. Other ranks get only their own
+    """Return the tensors of all ranks, keyed by name, on rank 0. Every other rank gets only its own
     tensors.
 
     Args:
@@ -468,7 +475,7 @@ def gather_to_main(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     ]
     described = gather_objects(own)
     found = dict(tensors)
-    # Sends and receives are matched by their order, which follows the exchanged descriptions.
+    # Sends and receives are matched by their order, which is that of the exchanged descriptions.
     if dist.get_rank() != 0:
         for tensor in tensors.values():
             dist.send(tensor.contiguous(), 0)

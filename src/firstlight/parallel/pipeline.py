@@ -1,9 +1,9 @@
-"""Pipeline parallelism: each process has consecutive layers of a Llama (a stage), and the
+"""Pipeline parallelism. Each process has consecutive layers of a Llama, called a stage, and the
 micro-batches of a step pass from stage to stage. This uses torch.distributed.pipelining with the
 1F1B schedule of PipeDream (Narayanan et al. 2019).
 
-A stage is a plain Llama in which the modules of other stages are replaced by stand-in modules that
-return their input. Its parameters have the same names as in the whole model.
+A stage is a plain Llama in which the modules of other stages are replaced with stand-in modules
+that return their input. The stage's parameters have the same names as in the whole model.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from firstlight.parallel.group import all_reduce_sum, gather_to_main
 if TYPE_CHECKING:
     from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 
-#: Dtypes of results. A dtype is sent to other stages as its index in this tuple.
+#: Dtypes that a result can have. A dtype is sent to other stages as its index in this tuple.
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 class _Received(nn.Module):
-    """Stand-in for the embedding. It returns the hidden states [batch, seq_len, hidden_size] from
-    the previous stage, which are set by `Pipeline.take`.
+    """Stand-in for the embedding. It returns the previous stage's hidden states, of shape [batch,
+    seq_len, hidden_size], which `Pipeline.take` has set.
     """
 
     weight: Tensor
@@ -39,8 +39,8 @@ class _Received(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.hidden: Tensor | None = None
-        # Code that determines the model's device from `embedding.weight.device` needs a tensor
-        # here.
+        # A tensor is needed here, because some code reads the model's device from
+        # `embedding.weight.device`.
         self.register_buffer("weight", torch.empty(0), persistent=False)
 
     def forward(self, input_ids: Tensor) -> Tensor:
@@ -49,7 +49,9 @@ class _Received(nn.Module):
 
 
 class _Elsewhere(nn.Module):
-    """Stand-in for a layer of another stage. It returns its input [batch, seq_len, hidden_size]."""
+    """Stand-in for a layer of another stage. It returns its input, of shape [batch, seq_len,
+    hidden_size].
+    """
 
     def forward(self, x_BTC: Tensor, *_: Any) -> tuple[Tensor, None]:
         return x_BTC, None
@@ -85,12 +87,12 @@ def stage_model(
     generator: torch.Generator | None = None,
     init: InitConfig | None = None,
 ) -> Model:
-    """Create one stage of a model, on the CPU. In addition to the memory of the stage's own
-    parameters, this needs at most the memory of the largest parameter of the other stages.
+    """Create one stage of a model, on the CPU. This needs memory for the stage's own parameters
+    and, at most, for the largest parameter of the other stages.
 
     Args:
         config: a config for which `unstageable` yields no reasons.
-        vocab_multiple: the vocabulary is padded to a multiple of this number.
+        vocab_multiple: number to a multiple of which the vocabulary is padded.
         stage, stages: index of this process's stage, and the number of stages.
         generator: source of the random initial values of the whole model. None leaves the values
             uninitialized, except for the rows that pad the vocabulary, which are zero.
@@ -128,14 +130,15 @@ def stage_model(
 
 
 def _allocate(model: Model, others: set[int], *, draws: bool) -> None:
-    """Replace the parameters of a model on the meta device by uninitialized parameters on the CPU.
+    """Replace the parameters of a model on the meta device with uninitialized parameters on the
+    CPU.
 
     Args:
         model: a whole model on the meta device.
-        others: `id` of each parameter of other stages. If `draws` is True, all these parameters
-            share one buffer. Their random numbers are drawn and discarded, so that this stage gets
-            the same values as if the whole model were initialised. Otherwise, the parameters stay
-            on the meta device.
+        others: `id` of each parameter that belongs to another stage. If `draws` is True, all these
+            parameters share one buffer. Random numbers are drawn for them and discarded, so that
+            this stage gets the same values as if the whole model were initialised. Otherwise, these
+            parameters stay on the meta device.
         draws: True if random initial values will be drawn.
     """
     largest = max((p.numel() for p in model.parameters() if id(p) in others), default=0)
@@ -202,11 +205,11 @@ class PipelineEngine(Engine):
 
 
 class Pipeline:
-    """Connects this process's stage with the stages of the other processes.
+    """Connects this process's stage to the stages of the other processes.
 
     The constructor replaces `model.forward` with the forward pass through all stages, which is used
-    for evaluation and generation. Every process must call it with the same inputs, and gets the
-    same outputs.
+    for evaluation and generation. All processes must call this forward pass with the same inputs,
+    and all get the same outputs.
 
     Args:
         model: the result of `stage_model`, on its device.
@@ -238,8 +241,8 @@ class Pipeline:
 
     @property
     def _dtype(self) -> torch.dtype:
-        """Dtype of the hidden states between stages. It is the dtype of the parameters, because
-        autocast does not change the dtype of the residual stream.
+        """Dtype of the hidden states that are passed between stages. It is the parameters' dtype,
+        because autocast does not change the dtype of the residual stream.
         """
         return next(self._model.parameters()).dtype
 
@@ -247,7 +250,7 @@ class Pipeline:
         """Set the previous stage's output, which is the input of the next call to `forward`.
 
         Args:
-            hidden: hidden states [batch, seq_len, hidden_size].
+            hidden: hidden states of shape [batch, seq_len, hidden_size].
         """
         received: nn.Module = self._model.embedding
         assert isinstance(received, _Received)
@@ -265,15 +268,15 @@ class Pipeline:
 
         Args:
             loss_sum: this stage's loss function, which calls `forward`.
-            batches: micro-batches of equal shape, the same on all processes.
+            batches: micro-batches of equal shape; all processes must pass the same ones.
             divisor: number by which each loss is divided before its backward pass.
 
         Returns:
             The summed loss over all micro-batches, before the division: a scalar [], fp64. It is
             the same on all processes.
         """
-        # Concatenate the micro-batches, because torch's schedule splits a single tensor into
-        # micro-batches again.
+        # Concatenate the micro-batches, because torch's schedule takes a single tensor and splits
+        # it into micro-batches itself.
         ids, labels = (
             torch.cat([getattr(batch, name) for batch in batches])
             for name in ("input_ids", "labels")
@@ -295,16 +298,16 @@ class Pipeline:
     def _schedule(
         self, loss_sum: Callable[..., Tensor], count: int, rows: int, tokens: int
     ) -> PipelineScheduleSingle:
-        """Return torch's schedule for `count` micro-batches of shape [rows, tokens]. Schedules are
-        cached.
+        """Return torch's schedule for `count` micro-batches of shape [rows, tokens]. The schedule
+        is cached.
         """
         key = (count, rows, tokens)
         if key not in self._schedules:
-            # Imported here, because the import takes seconds.
+            # Imported here, because the import takes several seconds.
             from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 
-            # If the shapes of inputs and outputs are specified, torch's stages do not have to
-            # exchange the shapes.
+            # Specify the shapes of inputs and outputs, so that torch's stages do not have to
+            # exchange them.
             with torch.device("meta"):
                 hidden = torch.empty(
                     rows, tokens, self._model.config.hidden_size, dtype=self._dtype
@@ -329,7 +332,8 @@ class Pipeline:
         return self._schedules[key]
 
     def _scaled_loss(self, loss: Tensor, _: Tensor) -> Tensor:
-        # The total is in fp64, because the summed losses of many micro-batches are added up.
+        # The total is in fp64 to limit rounding errors, because the losses of many micro-batches
+        # are added up.
         self._total += loss.detach().cpu()
         return loss / self._divisor
 
@@ -352,15 +356,15 @@ class Pipeline:
             self.take(hidden)
         if self._is_last:
             return self._from_last(self.forward(input_ids, labels, document_ids, **options))
-        # If labels are passed, whatever their values, the forward function calls `head_loss`. In
-        # this stage, `head_loss` is `_hand_on`, which returns the hidden states.
+        # If any labels are passed, the forward function calls `head_loss`. In this stage,
+        # `head_loss` is `_hand_on`, which returns the hidden states.
         options = {**options, "logits_to_keep": 0}
         hidden = self.forward(input_ids, input_ids, document_ids, **options)
         dist.send(hidden.contiguous(), self._stage + 1)
         return self._from_last(None)
 
     def _from_last(self, result: Tensor | None) -> Tensor:
-        """Send the result of the last stage to all processes and return it. The other stages pass
+        """Send the last stage's result to all processes, and return it. All other stages must pass
         None.
         """
         # The other stages need the dtype and shape (up to three dimensions) to receive the result.
@@ -394,13 +398,14 @@ class _Stage(nn.Module):
         """Compute this stage's output for one micro-batch.
 
         Args:
-            before: hidden states [batch, seq_len, hidden_size] from the previous stage; in the
-                first stage, the input ids [batch, seq_len].
-            input_ids, labels, document_ids: int64, [batch, seq_len]; see `LanguageModel.forward`.
+            before: the previous stage's hidden states, of shape [batch, seq_len, hidden_size]. In
+                the first stage, the input ids, of shape [batch, seq_len].
+            input_ids, labels, document_ids: int64 tensors of shape [batch, seq_len]; see
+                `LanguageModel.forward`.
 
         Returns:
-            Hidden states [batch, seq_len, hidden_size]; in the last stage, the summed loss, a
-            scalar [].
+            Hidden states of shape [batch, seq_len, hidden_size]. In the last stage, the summed
+            loss, a scalar [].
         """
         if before.is_floating_point():
             self._pipeline.take(before)

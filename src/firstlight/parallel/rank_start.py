@@ -1,11 +1,11 @@
-"""Script that starts a rank. `elastic.launch` runs it by its path:
+"""Script that starts a rank. `elastic.launch` runs it as follows:
 
     python -I -S rank_start.py FOLDER LAUNCHER_PID COMMAND...
 
-The script makes the kernel kill this process when its launcher (torch's agent) ends for any reason.
-It redirects the output of ranks other than 0 to a file in FOLDER, which the launcher reads if the
-rank fails. Then it replaces this process by COMMAND. It imports only the standard library, because
-its import time is added to the start of every rank.
+The script first makes the kernel kill this process when its launcher (torch's agent) ends for any
+reason. It redirects the output of ranks other than 0 to a file in FOLDER, which the launcher reads
+if the rank fails. Finally, it replaces this process with COMMAND. The script imports only the
+standard library, because its import time delays the start of every rank.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import signal
 import sys
 from pathlib import Path
 
-#: Option of Linux's prctl that sets the signal sent to this process when its parent ends.
+#: Option of Linux's `prctl` that sets the signal to send to this process when its parent ends.
 _PR_SET_PDEATHSIG = 1
 
 
@@ -31,7 +31,7 @@ def become_rank(folder: Path, launcher: int, command: list[str]) -> None:
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != launcher:
-        sys.exit(1)  # the launcher ended before prctl
+        sys.exit(1)  # the launcher ended before `prctl`
     if (rank := os.environ["RANK"]) != "0":
         said = os.open(folder / f"rank-{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
         for stream in (1, 2):

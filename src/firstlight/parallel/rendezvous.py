@@ -1,10 +1,10 @@
-"""Rendezvous of a run's processes, before any other communication between them.
+"""Rendezvous of a run's processes. It precedes any other communication between them.
 
 The processes connect to torch's key-value store (TCPStore). The store is hosted by torch elastic's
 agent or, without an agent, by rank 0. Each process writes a `RankInfo` to the store and reads those
-of the other processes. World sizes and recipes must be equal, and ranks must differ. These checks
-come before `init_process_group`, in which ranks of different worlds would wait for each other until
-the timeout.
+of the other processes. World sizes and recipes must be equal, and ranks must differ. These
+conditions are checked before `init_process_group` is called, because ranks of different worlds
+would wait for each other there until the timeout.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from firstlight.parallel.world import World
 T = TypeVar("T")
 
 #: Environment variable set by `firstlight train --nproc`. Its value identifies one start of the
-#: run: it is the same in all processes, and changes with every restart (`--max-restarts`).
+#: run. It is the same in all processes, and changes with every restart (`--max-restarts`).
 ROUND = "FIRSTLIGHT_ROUND"
 
 #: Key in the store that contains the message of the first failure.
@@ -39,7 +39,7 @@ FAILED = "failed"
 #: Time limit in seconds for calls to a store that may have stopped answering.
 TALK_SECONDS = 2.0
 
-#: Seconds between two checks for ranks that have not connected yet.
+#: Time in seconds between two checks for ranks that have not connected yet.
 _LOOK_SECONDS = 0.05
 
 
@@ -49,7 +49,7 @@ class RankError(TrainingError):
 
 @dataclass(frozen=True)
 class RankInfo:
-    """Description of a process, which is read by the other processes.
+    """Description of a process that the other processes read.
 
     Attributes:
         rank, size: the process's rank and the world size, from its launcher.
@@ -68,7 +68,7 @@ class RankInfo:
 
     @property
     def name(self) -> str:
-        """The rank's name in messages."""
+        """Name of the rank, for use in messages."""
         return f"rank {self.rank} on {self.host}"
 
 
@@ -81,12 +81,12 @@ def own_info(world: World, device: torch.device, fingerprint: str) -> RankInfo:
 
 
 def hosted_by_agent() -> bool:
-    """Return True if torch elastic's agent hosts the store; False if rank 0 does."""
+    """Return True if torch elastic's agent hosts the store, and False if rank 0 does."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def open_store(world: World, timeout_seconds: float) -> PrefixStore:
-    """Connect to the store; rank 0 opens it if no agent hosts it.
+    """Connect to the store. If no agent hosts the store, rank 0 opens it.
 
     Raises:
         RankError: the store can't be reached within `timeout_seconds`.
@@ -111,19 +111,20 @@ def open_store(world: World, timeout_seconds: float) -> PrefixStore:
             f"{world.host}:{world.port} within {timeout_seconds:.0f} s ({problem}): check that "
             "rank 0 is running there"
         ) from error
-    # Each start uses different keys, because the agent's store outlives a restart.
+    # Each start of the run uses different keys, because the agent's store outlives a restart.
     restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     return PrefixStore(os.environ.get(ROUND) or f"start-{restarts}", store)
 
 
 def rendezvous(store: Store, own: RankInfo, timeout_seconds: float) -> list[RankInfo]:
-    """Write this process's `RankInfo`, read those of all ranks, and compare them.
+    """Write this process's `RankInfo`, read the `RankInfo` of every rank, and compare them.
 
     Returns:
-        The `RankInfo` of each rank, in the order of ranks.
+        The `RankInfo` of each rank, ordered by rank.
 
     Raises:
-        RankError: ranks did not connect within `timeout_seconds`, or a rank failed before that.
+        RankError: some ranks did not connect within `timeout_seconds`, or a rank failed before
+            then.
         ConfigError: two processes have the same rank, or ranks have different world sizes or
             recipes, or share a GPU.
     """
@@ -139,7 +140,7 @@ def rendezvous(store: Store, own: RankInfo, timeout_seconds: float) -> list[Rank
         store.set(f"info/{own.rank}", json.dumps(asdict(own)))
         keys = [f"info/{rank}" for rank in range(own.size)]
         deadline = time.monotonic() + timeout_seconds
-        # Poll the store, because a blocking call would delay the handling of signals and of failed
+        # Poll the store, because a blocking call would delay the reaction to signals and failed
         # ranks.
         while missing := [rank for rank, key in enumerate(keys) if not store.check([key])]:
             if (failure := failure_of(store)) is not None:
@@ -165,7 +166,7 @@ def rendezvous(store: Store, own: RankInfo, timeout_seconds: float) -> list[Rank
 
 
 def compare(infos: Sequence[RankInfo]) -> None:
-    """Check that all processes have the same world size and recipe, and separate GPUs.
+    """Check that all processes have the same world size and recipe, and that no two share a GPU.
 
     Raises:
         ConfigError: a rank differs from rank 0, or two ranks share a GPU; the message names them.
@@ -198,10 +199,10 @@ def tell_failure(store: Store, text: str) -> None:
 
     Args:
         store: the store of the ranks.
-        text: the message, one line that names the failed rank.
+        text: the message; a single line that names the failed rank.
     """
     with contextlib.suppress(RuntimeError, TimeoutError):
-        # Only the first failure is kept, because later failures are consequences of it.
+        # Keep only the first failure, because later failures are consequences of it.
         in_thread(TALK_SECONDS, lambda: store.compare_set(FAILED, "", text))
 
 
@@ -223,9 +224,9 @@ def tcp_store(host: str, port: int, seconds: float, *, hosting: bool = False) ->
 
 
 def in_thread(seconds: float, talk: Callable[[], T]) -> T:
-    """Call a function in a daemon thread and return its result. This is used for calls to the
-    store. If the store's host has stopped, such a call may never return, regardless of its timeout,
-    and signals are not handled in the meantime.
+    """Call a function in a daemon thread and return its result. Calls to the store are made this
+    way. If the store's host has stopped, a direct call might never return, regardless of its
+    timeout, and signals would not be handled in the meantime.
 
     Raises:
         TimeoutError: the function takes longer than `seconds`.
@@ -235,7 +236,8 @@ def in_thread(seconds: float, talk: Callable[[], T]) -> T:
     def work() -> None:
         try:
             result.set_result(talk())
-        # Pass any error to the caller, which would otherwise wait for a thread that has ended.
+        # Pass any error to the caller; otherwise, the caller would wait for a thread that has
+        # already ended.
         except BaseException as error:  # noqa: BLE001
             result.set_exception(error)
 

@@ -1,4 +1,4 @@
-"""Engines that shard a model's weights over processes: tensor parallelism and FSDP2.
+"""Engines that shard a model's weights over processes, with tensor parallelism, FSDP2 or both.
 
 With tensor parallelism (Shoeybi et al. 2019, Megatron-LM, arXiv 1909.08053), several processes
 compute each layer of a Llama together. Each process computes some of the attention heads and a part
@@ -66,7 +66,7 @@ def unshardable(config: ModelConfig, size: int) -> Iterator[str]:
 
 
 class TensorParallelEngine(Engine):
-    """Tensor parallelism without FSDP2. All processes compute every layer together, for the same
+    """Tensor parallelism without FSDP2. All processes work on every layer together, for the same
     sequences.
     """
 
@@ -81,8 +81,8 @@ class TensorParallelEngine(Engine):
         """Shard the model's matrices over the dimension "tensor" of the mesh, and move the model to
         the device.
         """
-        # Hide torch's warning that a sum over two mesh dimensions takes two all-reduces, which is
-        # expected here.
+        # torch warns that a sum over two mesh dimensions takes two all-reduces. Hide this warning,
+        # because this is expected here.
         logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
         shard_tensors(model, mesh["tensor"])
         # Converting to DTensors moved the parameters to the device, but not the buffers.
@@ -94,11 +94,11 @@ class TensorParallelEngine(Engine):
         """Return the device mesh of all processes. Its dimensions are "replicate" (copies of the
         model), "shard" (FSDP2) and "tensor". Dimensions of size 1 are omitted.
         """
-        # Imported here, because the import takes most of a second.
+        # Imported here, because the import takes almost a second.
         from torch.distributed.device_mesh import init_device_mesh
 
         # With fewer shards than processes (hybrid sharding), each group of `shard` neighbouring
-        # processes has a copy of the model, so that gathering stays within a machine.
+        # processes has a copy of the model. Gathering can then stay within a machine.
         shard = self.config.shard or self.size
         sizes = {
             "replicate": self.size // shard,
@@ -119,8 +119,8 @@ class TensorParallelEngine(Engine):
         moments = optimizer.state_tensors(keep=self.is_main)
         with optimizer.master_weights(), full_parameters(model, keep=self.is_main):
             weights = on_cpu(tensors_of(model)) if self.is_main else {}
-        # Gathered tensors are already copies. Only full tensors on the CPU share memory with the
-        # run and have to be copied.
+        # Gathered tensors are already copies. Only unsharded tensors on the CPU share memory with
+        # the run and have to be copied.
         own = {
             (t.to_local() if is_sharded(t) else t).untyped_storage().data_ptr()
             for t in (p.detach() for p in (*model.parameters(), *optimizer.state_shards().values()))
@@ -134,7 +134,8 @@ class TensorParallelEngine(Engine):
 
 class FSDPEngine(TensorParallelEngine):
     """FSDP2 over the processes that compute different sequences. With
-    `distributed.tensor_parallel`, it shards over the groups of tensor-parallel processes.
+    `distributed.tensor_parallel`, the model is sharded over the groups of tensor-parallel
+    processes.
     """
 
     name = "fsdp"
@@ -143,7 +144,7 @@ class FSDPEngine(TensorParallelEngine):
 
     def share(self, model: Model, precision: str) -> Callable[..., Tensor]:
         """See `Engine.share`."""
-        # Imported here, because the import takes most of a second.
+        # Imported here, because the import takes almost a second.
         from torch.distributed.fsdp import (
             CPUOffloadPolicy,
             FSDPModule,
@@ -155,19 +156,20 @@ class FSDPEngine(TensorParallelEngine):
         mesh = self._mesh()
         if self.config.tensor_parallel > 1:
             self._shard_tensors(model, mesh)
-        # Gathering parameters in bf16 halves the traffic. Sums of gradients require the precision
-        # of fp32.
+        # Gathering parameters in bf16 halves the traffic. Gradients have to be summed in fp32 for
+        # precision.
         bf16 = torch.bfloat16 if precision == "bf16" else None
         offload = OffloadPolicy()
         if self.config.offload == "cpu":
             # Copies between GPU and CPU overlap with computation only if the memory is page-locked.
             offload = CPUOffloadPolicy(pin_memory=self.device.type == "cuda")
-        # FSDP2 uses all dimensions except "tensor", whose processes compute the same sequences.
+        # FSDP2 uses all dimensions except "tensor", along which all processes compute the same
+        # sequences.
         names = tuple(name for name in mesh.mesh_dim_names or () if name != "tensor")
         options: dict[str, Any] = {
             "mesh": mesh[names],
             # With False, layers stay gathered until their backward pass. This requires memory for
-            # the whole model, but saves one of two gathers.
+            # the whole model, but saves one of the two gathers per layer.
             "reshard_after_forward": self.config.reshard_after_forward,
             "mp_policy": MixedPrecisionPolicy(
                 param_dtype=bf16, reduce_dtype=torch.float32 if bf16 else None
@@ -205,15 +207,15 @@ class FSDPEngine(TensorParallelEngine):
 
 def shard_tensors(model: Model, mesh: DeviceMesh) -> None:
     """Shard a model's matrices over processes, in place, according to the model's
-    `tensor_parallel_plan`. Afterwards, all processes must call its forward function with the same
-    inputs, and get the same outputs.
+    `tensor_parallel_plan`. Afterwards, all processes must call the model with the same inputs, and
+    all get the same outputs.
 
     Args:
         model: a model for which `unshardable` yields no reasons, with equal weights on all
             processes.
         mesh: a one-dimensional mesh of the processes.
     """
-    # Imported here, because the import takes most of a second.
+    # Imported here, because the import takes almost a second.
     from torch.distributed.tensor import Replicate
     from torch.distributed.tensor.parallel import (
         ColwiseParallel,
@@ -227,9 +229,9 @@ def shard_tensors(model: Model, mesh: DeviceMesh) -> None:
 
     def style(name: str, kind: str) -> ParallelStyle:
         if kind == "inputs":
-            # The module's first input is converted to a DTensor once for all of its matrices. The
-            # gradients of this input are then added up first, and summed over processes by a single
-            # all-reduce.
+            # The module's first input is converted to a DTensor only once for all of the module's
+            # matrices. In the backward pass, this input's gradients are then added up locally and
+            # summed over the processes by a single all-reduce.
             count = len(
                 inspect.signature(model.get_submodule(name.replace("*", "0")).forward).parameters
             )
@@ -239,9 +241,9 @@ def shard_tensors(model: Model, mesh: DeviceMesh) -> None:
             # Each process looks up the tokens in its part of the vocabulary. The rows of all other
             # tokens are zero, and an all-reduce sums the rows.
             "table": RowwiseParallel(input_layouts=whole),
-            # These styles are for pairs of matrices. Each process computes a part of the first
-            # matrix's outputs and multiplies it by its part of the second matrix. One all-reduce
-            # sums the products.
+            # These styles are used for pairs of matrices. Each process computes a part of the first
+            # matrix's outputs and multiplies it by its part of the second matrix. A single
+            # all-reduce sums the products.
             "columns": ColwiseParallel(),
             "rows": RowwiseParallel(),
             # Each process computes the logits of a part of the vocabulary. The logits are gathered,
@@ -261,7 +263,7 @@ def shard_tensors(model: Model, mesh: DeviceMesh) -> None:
         if isinstance(module, RMSNorm | nn.LayerNorm):
             _keep_whole(module, mesh, sees_own_heads=name.endswith(("q_norm", "k_norm")))
     # torch creates new parameters for each module of the plan, so a tied weight has become two
-    # parameters.
+    # separate parameters. Tie them again.
     if model.config.tie_word_embeddings:
         model.lm_head.weight = model.embedding.weight
     # Each process computes only its own attention heads, so its key-value cache contains only these
@@ -270,16 +272,16 @@ def shard_tensors(model: Model, mesh: DeviceMesh) -> None:
 
 
 def _keep_whole(norm: RMSNorm | nn.LayerNorm, mesh: DeviceMesh, *, sees_own_heads: bool) -> None:
-    """Keep the complete parameters of a norm on all processes.
+    """Keep the full parameters of a norm on all processes.
 
-    The parameters become replicated DTensors, so that the optimizer and the gradient norm handle
-    only DTensors. The norm itself computes with plain tensors.
+    The parameters become replicated DTensors, so that the optimizer and the gradient norm only have
+    to handle DTensors. The norm itself computes with plain tensors.
 
     Args:
         norm: the norm, changed in place.
         mesh: a one-dimensional mesh of the processes.
-        sees_own_heads: True for the norms of queries and keys, whose inputs are only this process's
-            heads.
+        sees_own_heads: True for the norms of queries and keys, which are applied only to this
+            process's heads.
     """
     from torch.distributed.tensor import Partial, Replicate, distribute_tensor
 
@@ -311,15 +313,14 @@ def _norm_with_plain_parameters(norm: RMSNorm | nn.LayerNorm, gradient: Any, x: 
         if torch.is_grad_enabled():
             whole = whole.redistribute(placements=[Replicate()])
         plain[name] = whole.to_local(grad_placements=[gradient])
-    # Call the class's forward function with an object that has the module's settings and the plain
-    # parameters.
+    # Call the class's `forward` with an object that has the module's settings but plain parameters.
     return type(norm).forward(cast(Any, SimpleNamespace(**vars(norm), **plain)), x)
 
 
 def _cache_for_own_heads(
     model: Model, size: int, batch_size: int, max_tokens: int, dtype: torch.dtype
 ) -> KVCache:
-    """Create a model's key-value cache for the heads of one of `size` processes; see
+    """Create the key-value cache for the attention heads that one of `size` processes computes. See
     `LanguageModel.make_cache`.
     """
     config = model.config

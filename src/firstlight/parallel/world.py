@@ -1,4 +1,4 @@
-"""Rank and world size of this process, from the environment variables of its launcher.
+"""Read this process's rank and world size from the environment variables of its launcher.
 
 torchrun, `accelerate launch` and `firstlight train --nproc` set RANK and WORLD_SIZE; mpirun and
 srun set other variables. Incomplete or contradictory variables are rejected, because the run would
@@ -15,16 +15,16 @@ from dataclasses import dataclass
 
 from firstlight.errors import ConfigError
 
-#: Range of the ports that are derived from a job's id. It is below Linux's ephemeral ports, which
+#: Range of the ports that are derived from a job's id. All are below Linux's ephemeral ports, which
 #: start at 32768.
 _PORTS = range(10_000, 30_000)
 
-#: Step ids from this number upwards are Slurm's special ids for steps that were not started by srun
-#: (batch script, interactive shell).
+#: Slurm uses step ids from this number upwards for steps that were not started by srun, such as a
+#: batch script or an interactive shell.
 _LARGEST_STEP = 0xFFFF_FFF0
 
-#: Variables of MPI launchers that have the same value in all processes of a job, and different
-#: values in different jobs.
+#: Variables set by MPI launchers that identify a job. Their values are the same in all processes of
+#: a job and differ between jobs.
 _MPI_JOB_IDS = ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "PMI_JOBID")
 
 _ADDRESS_VARIABLES = ("MASTER_ADDR", "MASTER_PORT")
@@ -60,8 +60,8 @@ class World:
 
 @dataclass(frozen=True)
 class _Launcher:
-    """A kind of launcher, with its name in messages and the names of its environment variables for
-    rank, world size, local rank and local size.
+    """A kind of launcher. It consists of the launcher's name in messages and the names of its
+    environment variables for rank, world size, local rank and local size.
     """
 
     name: str
@@ -83,8 +83,8 @@ def find_world(variables: Mapping[str, str] | None = None) -> World:
     """Read the position of this process in its world from environment variables.
 
     If variables of several launchers are set, the innermost launcher takes precedence. RANK and
-    WORLD_SIZE are used instead of the variables of MPI and Slurm, because srun or mpirun may start
-    torchrun on each machine. In a Slurm allocation, a process that was not started by srun is a
+    WORLD_SIZE take precedence over the variables of MPI and Slurm, because srun or mpirun may start
+    torchrun on each machine. In a Slurm allocation, a process that was not started by srun forms a
     world of one process.
 
     Args:
@@ -120,14 +120,14 @@ def find_world(variables: Mapping[str, str] | None = None) -> World:
 
 
 def _world_from(launcher: _Launcher, variables: Mapping[str, str]) -> World | None:
-    """Return the world according to one kind of launcher, without host and port. Return None if the
-    launcher's variables are not set.
+    """Return the world that one kind of launcher describes, without host and port. Return None if
+    this launcher's variables are not set.
     """
     if launcher is _SLURM:
         return _slurm_world(variables)
     names = (launcher.rank, launcher.size, launcher.local_rank, launcher.local_size)
     known = [name for name in names if name in variables]
-    # Intel's libraries also set MPICH's variables for the local rank, even without a launcher.
+    # Intel's libraries set MPICH's variables for the local rank even if there is no launcher.
     if not known or (launcher is _MPICH and launcher.rank not in known):
         return None
     for name in names[:2]:
@@ -156,8 +156,8 @@ def _world_from(launcher: _Launcher, variables: Mapping[str, str]) -> World | No
 
 
 def _slurm_world(variables: Mapping[str, str]) -> World | None:
-    """Return the world according to srun, or None if srun did not start this process. Most of
-    srun's variables are also set in a batch script and in a shell in an allocation.
+    """Return the world that srun describes, or None if srun did not start this process. Most of
+    srun's variables are also set in batch scripts and in shells within an allocation.
     """
     if "SLURM_PROCID" not in variables or "SLURM_STEP_ID" not in variables:
         return None
@@ -214,8 +214,8 @@ def _require_in(rank_name: str, rank: int, size_name: str, size: int) -> None:
 
 
 def _require_same(place: World, other: _Launcher, theirs: World) -> None:
-    """Reject RANK and WORLD_SIZE that were set by hand if another launcher started more processes
-    or assigned a different rank to this process.
+    """Reject values of RANK and WORLD_SIZE that were set by hand, if another launcher started more
+    processes or assigned a different rank to this process.
     """
     if theirs.size > place.size or (theirs.size == place.size and theirs.rank != place.rank):
         raise ConfigError(
@@ -266,14 +266,12 @@ def _rendezvous_address(
 
 
 def _port_for(job: str) -> int:
-    """Return a port that is the same in all processes of a job and that probably differs between
-    jobs.
-    """
+    """Return a port that is the same in all processes of a job and likely differs between jobs."""
     return _PORTS[zlib.crc32(job.encode()) % len(_PORTS)]
 
 
 def _first_host(nodes: str) -> str:
     """Return the first host of Slurm's list of nodes: "node[07-09,12]-a,other" -> "node07-a"."""
-    # Only commas outside of brackets separate names. Commas inside separate the numbers of a name.
+    # Only commas outside of brackets separate names. Commas inside brackets separate numbers.
     first = re.split(r",(?![^\[]*\])", nodes)[0]
     return re.sub(r"\[(\w+)[^\]]*\]", r"\1", first)

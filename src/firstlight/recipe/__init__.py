@@ -1,4 +1,6 @@
-"""Recipes: all settings of a run, in one YAML file with strictly validated sections."""
+"""Load, validate and resolve recipes. A recipe contains all settings of a run, in one YAML file
+with strictly validated sections.
+"""
 
 from firstlight.checkpoint.retention import CheckpointConfig
 from firstlight.data.loader import NO_MASKING, DataConfig, MixedCorpus

@@ -1,7 +1,7 @@
-"""Conflicts between the methods of a recipe.
+"""Detect conflicts between the methods of a recipe.
 
-Before a run starts, combinations of methods that never work, or that do not work on the given
-hardware, are rejected. Each message suggests the nearest working combination.
+A recipe is rejected before the run starts if it combines methods that never work together, or that
+do not work on the given hardware. Each message suggests the nearest working combination.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def require_combination(
         pipeline: number of pipeline stages, each a process with some of the layers.
 
     Raises:
-        ConfigError: there are conflicts; the message lists all of them, each with the nearest
+        ConfigError: there are conflicts. The message lists all of them, each with the nearest
             working combination.
     """
     spec = ENGINES[engine]
@@ -64,8 +64,8 @@ def require_combination(
 
 
 def ineffective(recipe: ResolvedRecipe, hardware: Hardware) -> Iterator[str]:
-    """Yield a warning for each setting that has no effect, because of other settings in the recipe
-    or because of the hardware."""
+    """Yield a warning for each setting that has no effect because of the hardware or other settings
+    in the recipe."""
     yield from _ineffective_optimizer_keys(recipe)
     config, device = recipe.efficiency, hardware.device.type
     if config.matmul_precision is not None and config.precision not in ("fp32", "tf32"):
@@ -110,7 +110,7 @@ def _ineffective_optimizer_keys(recipe: ResolvedRecipe) -> Iterator[str]:
     if recipe.lora is None or recipe.lora.modules_to_save or recipe.lora.trainable_token_indices:
         roles.clear()
     elif recipe.lora.dora:
-        # DoRA's magnitudes are trainable vectors.
+        # Count DoRA's magnitudes, which are trainable vectors.
         del roles["vector"]
     for key, field in type(config).model_fields.items():
         if getattr(config, key) == field.default:
@@ -168,7 +168,7 @@ def _conflicts(recipe: ResolvedRecipe) -> Iterator[str]:
 
 def _conflicts_with(engine: type[Engine], recipe: ResolvedRecipe) -> Iterator[str]:
     """Yield the conflicts with a data-parallel engine. Most of them are caused by sharding."""
-    if engine is Engine:  # The base class is the engine of a single process.
+    if engine is Engine:  # `Engine` itself is the engine for a single process.
         return
     if engine.shards_state and recipe.model.family.has_buffers:
         yield (
@@ -231,7 +231,7 @@ def _conflicts_of_lora_in_shards(recipe: ResolvedRecipe) -> Iterator[str]:
 def _preference_conflicts(
     recipe: ResolvedRecipe, engine: type[Engine], tensor_parallel: int, pipeline: int
 ) -> Iterator[str]:
-    """Yield the conflicts with preference pairs. The loss of a pair depends on the
+    """Yield the conflicts with training on preference pairs. The loss of a pair depends on the
     log-probabilities of complete answers."""
     if recipe.preference is None:
         return
@@ -260,7 +260,7 @@ def _preference_conflicts(
 
 
 def _conflicts_with_deepspeed(recipe: ResolvedRecipe) -> Iterator[str]:
-    """Yield conflicts that occur only with the deepspeed engine."""
+    """Yield the conflicts that occur only with the deepspeed engine."""
     config = recipe.efficiency
     if config.precision in ("bf16_params", "fp8"):
         yield (

@@ -2,7 +2,7 @@
 
 Options take precedence over the file, and the file takes precedence over defaults. All errors are
 reported together. For an unknown key, the nearest existing name is suggested. If a recipe specifies
-a DeepSpeed configuration file, values for open keys are read from that file.
+a DeepSpeed configuration file, that file supplies values for keys that are still open.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ AnyRecipe = TypeVar("AnyRecipe", bound=Recipe)
 def override_pairs(
     overrides: Mapping[str, Any] | Sequence[tuple[str, Any]],
 ) -> list[tuple[str, str]]:
-    """Convert overrides to the format of command-line options, which are pairs (`section.key`,
-    value as YAML text).
+    """Convert overrides to the format of command-line options. These are pairs of `section.key` and
+    the value as YAML text.
 
     Args:
         overrides: values of any type, keyed by `section.key` or as pairs (`section.key`, value).
@@ -66,8 +66,8 @@ def load_recipe(
             (`section.key`, value). Strings are parsed as YAML, so "3e-4" is a number.
 
     Raises:
-        ConfigError: the file is missing or not YAML, or keys or values are invalid; one message
-            lists all errors.
+        ConfigError: the file is missing or not valid YAML, or keys or values are invalid. A single
+            message lists all errors.
     """
     name, path = str(path), Path(path)
     if not path.exists():
@@ -107,20 +107,21 @@ def parse_recipe(
     where: str = "recipe",
     overrides: Sequence[tuple[str, str]] = (),
 ) -> Recipe:
-    """Validate nested values as a recipe.
+    """Create a recipe from nested values, and validate it.
 
     Args:
         values: sections, keys and values.
         where: name of the recipe, for messages.
-        overrides: pairs (`section.key`, value as YAML text); see `override_pairs`.
+        overrides: pairs of `section.key` and the value as YAML text, as returned by
+            `override_pairs`.
 
     Raises:
-        ConfigError: keys or values are invalid; one message lists all errors.
+        ConfigError: keys or values are invalid. A single message lists all errors.
     """
     if overrides:
         changed = copy.deepcopy(dict(values))
-        # If the user sets the size, it must not be lowered, even if the recipe contains a size that
-        # firstlight has chosen.
+        # If the user sets the micro-batch size here, it must not be lowered, even if the recipe
+        # contained a size that firstlight had chosen.
         if any(name == "batch.micro_batch_size" for name, _ in overrides):
             _override(changed, "batch.divide_micro_batch", "false")
         for name, text in overrides:
@@ -130,11 +131,11 @@ def parse_recipe(
 
 
 def changed_recipe(values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a copy of a recipe's values in which some values are replaced.
+    """Return a copy of a recipe's values in which some of them are replaced.
 
     Args:
         values: nested values of a recipe.
-        changes: new values, keyed by `section.key`, or complete sections, keyed by name.
+        changes: new values, keyed by `section.key`; or complete sections, keyed by section name.
     """
     result = dict(values)
     for key, value in changes.items():
@@ -144,10 +145,10 @@ def changed_recipe(values: Mapping[str, Any], changes: Mapping[str, Any]) -> dic
 
 
 def parse_resolved_recipe(values: Mapping[str, Any], where: str = "recipe") -> ResolvedRecipe:
-    """Validate nested values as a resolved recipe, in which no key is open.
+    """Create a resolved recipe from nested values, and validate it. No key can be open.
 
     Raises:
-        ConfigError: a key is open ("auto" or null), or the values are invalid; see `parse_recipe`.
+        ConfigError: a key is open ("auto" or null), or the values are invalid.
     """
     return _parsed(ResolvedRecipe, values, where)
 
@@ -155,7 +156,7 @@ def parse_resolved_recipe(values: Mapping[str, Any], where: str = "recipe") -> R
 def _parsed(kind: type[AnyRecipe], values: Mapping[str, Any], where: str) -> AnyRecipe:
     model = values.get("model")
     if isinstance(model, Mapping):
-        # Recipes may omit the model family.
+        # A recipe can omit the model family.
         values = {**values, "model": {"model_type": DEFAULT_FAMILY, **model}}
     try:
         return kind.model_validate(values)
@@ -197,8 +198,8 @@ def override_value(name: str, text: str) -> Any:
 
 
 def _takes_text(name: str) -> bool:
-    """Return True if the type of the key is a string. For such a key, text is not parsed: `2024` in
-    `--data.dir 2024` is the name of a folder and not a number."""
+    """Return True if the type of the key is a string. The text of such a key is not parsed as YAML.
+    In `--data.dir 2024`, for example, `2024` is the name of a folder and not a number."""
     section: type[BaseModel] = Recipe
     *sections, key = name.split(".")
     for part in sections:
@@ -221,7 +222,7 @@ def _section_types(annotation: Any) -> list[type[BaseModel]]:
 
 
 def known_keys() -> list[str]:
-    """Return all keys of a recipe as `section.key`, sorted."""
+    """Return all keys of a recipe in the form `section.key`, sorted."""
     return sorted({f"{section}.{key}" for section, _, key in recipe_fields()})
 
 
@@ -236,24 +237,26 @@ def recipe_fields() -> Iterator[tuple[str, type[BaseModel], str]]:
 
 @functools.cache
 def other_names() -> Mapping[str, str]:
-    """Return hints for settings of other programs, keyed by their names; see other_names.yaml."""
+    """Return the hints in other_names.yaml. They explain settings of other programs, and are keyed
+    by the names of these settings.
+    """
     text = Path(__file__).with_name("other_names.yaml").read_text(encoding="utf-8")
     return {name: hint for hint, names in yaml.safe_load(text).items() for name in names}
 
 
-#: Pattern for a hint in `other_names` that consists of a recipe key and, optionally, a value and a
-#: remark.
+#: Pattern for hints in `other_names` that consist of a recipe key, an optional value and an
+#: optional remark.
 _OWN_KEY = re.compile(r"(\w+\.\w+)(?:: ([^;]+))?(?:; (.+))?")
 
 
 def hint_for_other_name(name: str, known: Sequence[str] = (), *, as_option: bool = False) -> str:
-    """Return a hint if a name is a setting of another program or a key of another section. The hint
-    contains the right key or an alternative. For any other name, return "".
+    """Return a hint if a name is a setting of another program or a key of a different section. The
+    hint contains the right key or an alternative. For any other name, return "".
 
     Args:
         name: the unknown key, without its section.
-        known: keys of the section in which the name occurs. For these keys, the hint omits the
-            section.
+        known: keys of the section in which the name occurs. If the right key is one of these, the
+            hint omits the section.
         as_option: True if the name is a command-line option.
     """
     elsewhere = [full for full in known_keys() if full.split(".")[1] == name]
@@ -304,7 +307,7 @@ def _describe(entry: Any) -> str:
 
 def _locate(location: list[str]) -> tuple[list[str], list[type[BaseModel]]]:
     """Return the location of a key without the tags that pydantic inserts for unions, and the
-    possible classes of the key's section."""
+    classes that the key's section can have."""
     names: list[str] = []
     owners: list[type[BaseModel]] = [Recipe]
     for position, part in enumerate(location):
@@ -329,16 +332,17 @@ def _tags(section: type[BaseModel]) -> tuple[Any, ...]:
 
 
 def _suggest(key: str, known: Sequence[str]) -> str:
-    """Return a hint for an unknown key. If the key exists in another program or section, the hint
-    contains the right name; otherwise, it contains the nearest key of its section."""
+    """Return a hint for an unknown key. If another program or a different section has such a key,
+    the hint contains the right name. Otherwise, the hint contains the nearest key of the same
+    section."""
     hint = hint_for_other_name(key, known) or nearest(key, known)
     return hint or f" (known: {', '.join(known)})"
 
 
 def _suggest_for_section(name: str, inner: Mapping[Any, Any]) -> str:
     """Return the message for an unknown section. If its keys exist in other sections or programs,
-    as in a section named `training`, the message contains hints for the keys; otherwise, it
-    contains a hint for the section."""
+    as is likely for a section named `training`, the message contains hints for the keys. Otherwise,
+    it contains a hint for the section."""
     sections = [section for section in Recipe.model_fields if nearest(name, [section])]
     keys = set(known_keys())
     if not any(all(f"{section}.{key}" in keys for key in inner) for section in sections):
@@ -348,14 +352,15 @@ def _suggest_for_section(name: str, inner: Mapping[Any, Any]) -> str:
     return f"unknown key {name}{_suggest(name, list(Recipe.model_fields))}"
 
 
-#: Maximum file size in bytes, number of values (with expanded anchors) and number of levels. These
-#: limits are far above the size of any real recipe.
+#: Maximum file size in bytes, maximum number of values (after expanding anchors) and maximum
+#: nesting depth. These limits are far above the size of any real recipe.
 MAX_RECIPE_BYTES = 32_768
 _MAX_VALUES = 100_000
 _MAX_DEPTH = 50
 
 
-#: libyaml's loader, which is ten times as fast as PyYAML's. PyYAML can be built without libyaml.
+#: Use libyaml's loader if PyYAML was built with libyaml, because it is ten times as fast as
+#: PyYAML's own loader.
 _BaseLoader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
@@ -364,8 +369,8 @@ class _Loader(_BaseLoader):  # type: ignore[misc]
     rejected, and the number of keys is limited."""
 
     def flatten_mapping(self, node: yaml.MappingNode) -> None:
-        # The number of keys can grow exponentially with `<<`: a mapping can merge two mappings that
-        # each merge two more.
+        # With `<<`, the number of keys can grow exponentially, because a mapping can merge two
+        # mappings that each merge two more.
         super().flatten_mapping(node)
         if len(node.value) > _MAX_VALUES:
             raise yaml.MarkedYAMLError(problem="too many keys", problem_mark=node.start_mark)
@@ -373,14 +378,14 @@ class _Loader(_BaseLoader):  # type: ignore[misc]
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         seen: dict[Hashable, int] = {}
         for key, _ in node.value:
-            # `<<: *anchor`, which merges another mapping, is allowed to occur several times.
+            # The key `<<`, which merges another mapping, can occur several times.
             if key.tag == "tag:yaml.org,2002:merge":
                 continue
             name = self.construct_object(key, deep=True)
             if isinstance(name, Hashable) and name in seen:
                 lines = f"in lines {seen[name]} and {key.start_mark.line + 1}"
                 raise yaml.MarkedYAMLError(problem=f"key '{name}' is given twice, {lines}")
-            # The base class rejects keys that are not hashable.
+            # The base class rejects keys that can't be hashed.
             if isinstance(name, Hashable):
                 seen[name] = key.start_mark.line + 1
         found: dict[Hashable, Any] = super().construct_mapping(node, deep)
@@ -435,14 +440,14 @@ def parse_yaml(content: bytes | str) -> Any:
     """Parse YAML text.
 
     Raises:
-        ValueError: the text is not YAML or has too many values; the message is one line.
+        ValueError: the text is not valid YAML or has too many values. The message is a single line.
     """
     try:
         text = content.decode("utf-8") if isinstance(content, bytes) else content
         _require_shallow(text)
         values = yaml.load(text, _Loader)  # noqa: S506 - a SafeLoader
         _require_small(values)
-    # ValueError comes from bytes that are not UTF-8, and from invalid dates such as 2001-99-99.
+    # Bytes that are not UTF-8 and invalid dates such as 2001-99-99 raise ValueError.
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         # "<unicode string>" is PyYAML's name for text that was not read from a file.
         message = str(error).replace('in "<unicode string>", line', "in line")
@@ -461,7 +466,8 @@ def yaml_text(values: object) -> str:
 
 
 def with_deepspeed_file(recipe: Recipe, processes: int) -> Recipe:
-    """Set open keys of the recipe to the values in the file at `distributed.deepspeed_config`.
+    """Set open keys of the recipe to the values in the DeepSpeed file named by
+    `distributed.deepspeed_config`.
 
     Applying this function to its own result has no effect, so a resumed run gets the same recipe.
 
@@ -470,8 +476,8 @@ def with_deepspeed_file(recipe: Recipe, processes: int) -> Recipe:
         processes: number of processes that share each optimizer step.
 
     Raises:
-        ConfigError: the file can't be read, has unsupported keys, or contradicts the recipe; the
-            message names each key.
+        ConfigError: the file can't be read, has unsupported keys, or contradicts the recipe. The
+            message names each such key.
     """
     config = recipe.distributed
     if config.deepspeed_config is None:
@@ -521,7 +527,7 @@ def _with(recipe: Recipe, values: dict[str, dict[str, Any]], path: Path) -> Reci
         path: path of the DeepSpeed file, for messages.
 
     Raises:
-        ConfigError: a value is invalid; the message contains `path` and the key.
+        ConfigError: a value is invalid. The message contains `path` and the key.
     """
     sections = {}
     for section, changes in values.items():

@@ -1,4 +1,4 @@
-"""The `batch` section of a recipe, and the choice of the micro-batch size if it is open."""
+"""Define the `batch` section of a recipe, and choose the micro-batch size if it is open."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from firstlight.section import Section
 #: Default micro-batch size, in sequences.
 DEFAULT_ROWS = 8
 
-#: Number of tokens per forward pass with which a CPU reaches its full rate of matrix products.
+#: Number of tokens per forward pass at which a CPU reaches its full rate of matrix products.
 _BUSY_TOKENS = 1024
 
 
@@ -33,29 +33,29 @@ class BatchConfig(Section):
     micro_batch_size: Annotated[int | Literal["auto"] | None, PlainValidator(_number_of_rows)] = (
         None
     )
-    """number of sequences per forward pass on one device: larger values use the hardware better but
+    """number of sequences per forward pass on one device. Larger values use the hardware better but
     need more memory for activations. "auto" is the largest number that fits in memory. It is
     determined before the run by trials in a separate process, which start with all sequences of a
-    step and halve the number until it fits. null is 8. If global_batch_tokens is set, null is the
-    largest number up to 8 that divides a step evenly; on a CPU, a micro-batch then also has at most
-    about 1,024 tokens, which are enough to keep the CPU busy."""
+    step and halve the number until it fits. null is 8. If global_batch_tokens is set, null is
+    instead the largest number up to 8 that divides a step evenly. On a CPU, such a micro-batch also
+    has at most about 1,024 tokens, which are enough to keep the CPU busy."""
     divide_micro_batch: bool = False
     """true lowers micro_batch_size to the largest number that divides a step's sequences evenly
     among the processes, for example from 8 to 4 if two processes share a step of 8. firstlight sets
     this key if it chooses micro_batch_size itself. false keeps micro_batch_size."""
     gradient_accumulation_steps: int | None = Field(None, gt=0)
-    """number of forward and backward passes per step, to compute the gradient of a large batch with
-    the memory of a small one."""
+    """number of forward and backward passes per step. With several passes, the gradient of a large
+    batch is computed with the memory of a small one."""
     global_batch_tokens: int | None = Field(None, gt=0)
-    """number of tokens per step, over all devices; it determines the number of accumulation
+    """total number of tokens per step on all devices; it determines the number of accumulation
     steps."""
     ramp_start_tokens: int | None = Field(None, gt=0)
-    """number of tokens per step at the start, a divisor of global_batch_tokens. The tokens per step
-    increase to global_batch_tokens in increments of this size, by adding accumulation steps; null
-    is no ramp."""
+    """number of tokens per step at the start of the run; it must be a divisor of
+    global_batch_tokens. The tokens per step increase to global_batch_tokens in increments of this
+    size, by adding accumulation steps. null disables this ramp."""
     ramp_steps: int | None = Field(None, gt=0)
-    """number of steps over which the tokens per step increase; later steps have
-    global_batch_tokens."""
+    """number of steps over which the tokens per step increase. Later steps have global_batch_tokens
+    tokens."""
 
     @model_validator(mode="after")
     def _whole_ramp(self) -> Self:
@@ -85,7 +85,7 @@ class BatchConfig(Section):
         return self.micro_batch_size or DEFAULT_ROWS
 
     def global_rows(self, seq_len: int) -> int:
-        """Return the number of sequences per step if the micro-batch size is "auto".
+        """Return the number of sequences per step for a micro-batch size of "auto".
 
         Args:
             seq_len: number of tokens per sequence.
@@ -135,7 +135,8 @@ class BatchConfig(Section):
         steps, rest = divmod(tokens, self.rows * seq_len * processes)
         if not rest:
             return steps
-        # A micro-batch size that firstlight has chosen adapts to the number of tokens.
+        # If firstlight has chosen the micro-batch size, it can adapt that size to the number of
+        # tokens.
         unit = (1 if self.divide_micro_batch else self.rows) * seq_len * processes
         name = "seq_len" if self.divide_micro_batch else "micro_batch_size x seq_len"
         share = f" x {processes} processes" if processes > 1 else ""
@@ -161,11 +162,11 @@ class BatchConfig(Section):
         return f"start {' or '.join(map(str, near))} processes, or "
 
     def dividing_rows(self, seq_len: int, processes: int, most: int) -> int | None:
-        """Return a micro-batch size that divides each step evenly among the processes, or None if
-        there is none.
+        """Return a micro-batch size with which the processes share each step evenly, or None if
+        there is no such size.
 
-        This is the size that results in `gradient_accumulation_steps`, if that key is set and such
-        a size exists, and otherwise the largest size up to `most`.
+        If `gradient_accumulation_steps` is set and a size exists that results in this number of
+        steps, return that size. Otherwise, return the largest size up to `most`.
 
         Args:
             seq_len: number of tokens per sequence.
@@ -185,7 +186,7 @@ class BatchConfig(Section):
         return next(rows for rows in range(min(most, total), 0, -1) if total % rows == 0)
 
     def schedule(self, seq_len: int, processes: int = 1) -> BatchSchedule:
-        """Return the schedule of the number of sequences per optimizer step, summed over all
+        """Return a schedule for the number of sequences per optimizer step, summed over all
         `processes` processes.
 
         Raises:
@@ -206,23 +207,24 @@ def resolve_micro_batch(
     is_tried: bool,
     tell: Callable[[str], None],
 ) -> BatchConfig:
-    """Return the section with a resolved micro-batch size. The size remains "auto" only if it must
-    be determined by trials (`training/micro_batch_trials.py`).
+    """Return the section with the micro-batch size resolved. The size remains "auto" only if it
+    must be determined by trials (`training/micro_batch_trials.py`).
 
     The default is the largest size up to a limit that divides the global batch evenly. The limit is
-    8 sequences and, on a CPU, also about 1,024 tokens. These keep a CPU busy: more sequences would
-    need more memory for activations without being faster. A size chosen by firstlight, for example
-    in an earlier run, is lowered if this is necessary to divide a step evenly among the processes.
+    8 sequences and, on a CPU, also about 1,024 tokens. That many tokens keep a CPU busy, and more
+    would need more memory for activations without being faster. A size chosen by firstlight, for
+    example in an earlier run, is lowered if this is necessary to divide a step evenly among the
+    processes.
 
     Args:
         batch: the section as written by the user.
         seq_len: number of tokens per sequence.
         device: type of the device: "cpu", "cuda" or "mps".
         processes: number of processes that share each step.
-        earlier: size of the run that is resumed; None for a new run.
+        earlier: micro-batch size of the run that is resumed; None for a new run.
         is_tried: True if trials will determine the size for "auto", False to use the default
             instead.
-        tell: called with a message if a chosen size is lowered.
+        tell: function that is called with a message if a chosen size is lowered.
     """
     rows, is_chosen = batch.micro_batch_size, batch.divide_micro_batch
     if not isinstance(rows, int):
@@ -246,8 +248,9 @@ def _default_size(batch: BatchConfig, seq_len: int, device: str, processes: int)
 def _divided(
     batch: BatchConfig, seq_len: int, rows: int, processes: int, *, tell: Callable[[str], None]
 ) -> int:
-    """Lower a chosen micro-batch size so that the processes share a step evenly, and return it. The
-    size is not changed if the recipe derives the batch from it, or if no size divides the step."""
+    """Lower a chosen micro-batch size so that the processes share a step evenly. Return the new
+    size. The size is unchanged if the recipe derives the batch from it, or if no size divides the
+    step evenly."""
     if batch.global_batch_tokens is None:
         return rows
     fitting = batch.dividing_rows(seq_len, processes, rows) or rows

@@ -1,5 +1,5 @@
-"""Resolve a recipe: set every open key from facts about the machine, the data and the run. This is
-done once per run, and in the same way for train, plan and bench.
+"""Resolve a recipe by setting every open key from facts about the machine, the data and the run. A
+recipe is resolved once per run, and in the same way for train, plan and bench.
 
 The facts are collected first. They include the kind of data, the config of the model to be trained,
 the number of processes and the rates of the device. From these facts, `resolve` sets document
@@ -42,23 +42,25 @@ from firstlight.parallel.engine_choice import named_engine
 from firstlight.recipe.micro_batch import resolve_micro_batch
 from firstlight.recipe.schema import PreferenceConfig, Recipe, ResolvedRecipe
 
-#: Fraction of the peak rate that training usually reaches (model FLOPs utilization).
+#: Fraction of the peak rate that training usually reaches (model FLOPs utilization, MFU).
 USUAL_MFU = 0.4
 
-#: Assumed duration in seconds of a run of unknown length, because most runs are long.
+#: Assumed duration of a run of unknown length, in seconds. The value is large because most runs are
+#: long.
 _LONG_SECONDS = 1e6
 
-#: Minimum seconds per step and layer for launching kernels on a GPU.
+#: Minimum time per step and layer that launching kernels takes on a GPU, in seconds.
 _LAUNCH_SECONDS = 2e-3
 
-#: Minimum vocabulary size for which computing the loss in chunks saves much memory.
+#: Minimum vocabulary size for which computing the loss in chunks saves a lot of memory.
 _LARGE_VOCABULARY = 16384
 
 
-#: Keys of the `schedule` section that set the length of a run, not the shape of the schedule.
+#: Keys of the `schedule` section that set the length of a run rather than the shape of the
+#: schedule.
 _LENGTHS = frozenset(("max_steps", "epochs", "max_minutes"))
 
-#: Possible values of a resolved "auto" precision.
+#: Values to which the precision "auto" can be resolved.
 AutoPrecision = Literal["bf16", "fp16", "fp32"]
 
 
@@ -69,19 +71,21 @@ class Facts:
     Attributes:
         device: type of the device: "cpu", "cuda" or "mps".
         precision: the precision to which "auto" is resolved.
-        compiler: torch.compile for the device; None if it does not work there.
+        compiler: compile times and speed-ups of torch.compile on the device; None if it does not
+            work there.
         flops: function that returns the peak rate of matrix products in FLOP/s for a dtype, or None
             if the rate is unknown.
         processes: number of processes that share each optimizer step.
         epoch_tokens: number of tokens in the training split; None if the data is not on this
             machine.
-        kind: kind of the data; "chat" for a mix that contains conversations, and None if unknown.
+        kind: kind of the data. It is "chat" for a mix that contains conversations, and None if the
+            kind is unknown.
         model: config of the model to be trained; None to use the recipe's `model` section.
         new_model: True if training starts from random weights.
         run_folder: the run folder; None to keep the recipe's `run.dir`.
         earlier: resolved recipe of the run that is resumed; {} for a new run.
-        largest_micro_batch: function that determines the largest micro-batch size that fits in
-            memory by trials; None to use the default size.
+        largest_micro_batch: function that determines, by trials, the largest micro-batch size that
+            fits in memory; None to use the default size.
     """
 
     device: str
@@ -99,11 +103,11 @@ class Facts:
 
 
 def facts_here(hardware: Hardware, **more: Any) -> Facts:
-    """Return the `Facts` for a device of this machine.
+    """Return the `Facts` for a device on this machine.
 
     Args:
         hardware: device to run on.
-        more: values of further attributes of `Facts`.
+        more: values for additional attributes of `Facts`.
     """
     dtype = resolve_precision(EfficiencyConfig(), hardware)
     narrow: AutoPrecision = "fp16" if has_only_fp16_units(hardware) else "fp32"
@@ -119,8 +123,8 @@ def facts_here(hardware: Hardware, **more: Any) -> Facts:
 def for_new_model(
     recipe: Recipe, earlier: Mapping[str, Any], tell: Callable[[str], None] = lambda _: None
 ) -> Recipe:
-    """Apply the `NEW_MODEL` settings to a recipe that does not set the optimizer, the schedule or
-    the initial weights.
+    """Apply the `NEW_MODEL` settings to a recipe that sets neither the optimizer nor the schedule
+    nor the initial weights.
 
     The `NEW_MODEL` settings were tuned together. They are therefore not applied if the recipe sets
     any key of the optimizer, the shape of the schedule or the initial weights. The unset keys of
@@ -128,7 +132,7 @@ def for_new_model(
 
     Args:
         recipe: recipe of a run that starts from random weights.
-        earlier: resolved recipe of the run that is resumed. Its settings are kept. {} for a new
+        earlier: resolved recipe of the run that is resumed, whose settings are kept; {} for a new
             run.
         tell: function that is called with a message if the settings are applied to a new run.
     """
@@ -156,9 +160,9 @@ def for_new_model(
 def _names_no_settings(recipe: Recipe) -> bool:
     """Return True if the `NEW_MODEL` settings apply to the recipe.
 
-    This requires that the model has the layout for which `NEW_MODEL` was tuned, that the recipe
-    sets no key of the optimizer, the shape of the schedule or the initial weights, and that the
-    engine supports the optimizer of `NEW_MODEL`.
+    They apply under three conditions. The model must have the layout for which `NEW_MODEL` was
+    tuned. The recipe must not set any key of the optimizer, the shape of the schedule or the
+    initial weights. The engine must support the optimizer of `NEW_MODEL`.
     """
     model, parts = recipe.model, recipe.distributed
     return (
@@ -209,14 +213,14 @@ def resolve(
 ) -> ResolvedRecipe:
     """Return the recipe with every open key resolved.
 
-    A resumed run must continue with the same choices, but choices that depend on the machine or on
-    a measurement can be different the next time. The choices of the earlier run (`facts.earlier`)
-    therefore take precedence.
+    A resumed run must continue with the same choices. Choices that depend on the machine or on a
+    measurement could turn out differently the second time, so the choices of the earlier run
+    (`facts.earlier`) take precedence.
 
     Args:
         recipe: the recipe as written by the user.
         facts: see `Facts`. The vocabulary size of the model must be known.
-        tell: function called with a message about each important choice.
+        tell: function that is called with a message about each important choice.
 
     Raises:
         ConfigError: `data.seq_len` is longer than the model's context, or no micro-batch size fits.
@@ -253,7 +257,7 @@ def resolve(
             "efficiency": dict(efficiency),
             "optimizer": _resolve_optimizer(optimizer, facts.earlier.get("optimizer", {}), tell),
             "schedule": _resolve_curve(known.schedule, facts.earlier.get("schedule", {})),
-            # 1 is a placeholder until the size is determined by trials.
+            # The size 1 is a placeholder until trials determine the actual size.
             "batch": {**dict(batch), **({"micro_batch_size": 1} if is_tried else {})},
         }
     )
@@ -266,8 +270,8 @@ def resolve(
 def _with_known(
     recipe: Recipe, facts: Facts, data: dict[str, Any], tell: Callable[[str], None]
 ) -> Recipe:
-    """Return the recipe with the values that follow from the data and the run and, for a new model,
-    with the settings of new models.
+    """Return the recipe with the keys set that depend on the data and the run. For a new model, the
+    `NEW_MODEL` settings are also applied.
 
     Args:
         recipe: the recipe as written by the user.
@@ -277,7 +281,7 @@ def _with_known(
     """
     sections: dict[str, Any] = {}
     if facts.kind in ("chat", "preference"):
-        # Tokens must not attend to other examples.
+        # Tokens must not attend to other examples in the same row.
         data = {**data, "document_masking": True}
     if facts.kind == "preference":
         data = {**data, "kind": "preference"}
@@ -309,7 +313,7 @@ def sequence_length(recipe: Recipe, model: ModelConfig) -> int:
 def attention_backend(
     recipe: Recipe, model: ModelConfig, seq_len: int, facts: Facts, precision: str
 ) -> str:
-    """Return the attention backend that "auto" selects for a recipe and a precision."""
+    """Return the attention backend that the setting "auto" selects for a recipe and a precision."""
     return resolve_attention(
         EfficiencyConfig(),
         facts.device,
@@ -324,8 +328,8 @@ def attention_backend(
 def _resolve_efficiency(
     recipe: Recipe, model: ModelConfig, seq_len: int, facts: Facts
 ) -> EfficiencyConfig:
-    """Return the `efficiency` section with resolved precision, compile, loss_chunk_tokens and
-    attention."""
+    """Return the `efficiency` section with `precision`, `compile`, `loss_chunk_tokens` and
+    `attention` resolved."""
     config, earlier = recipe.efficiency, facts.earlier.get("efficiency", {})
     chosen: dict[str, Any] = {}
     if config.precision == "auto":
@@ -379,19 +383,20 @@ def _resolve_curve(config: ScheduleConfig, earlier: Mapping[str, Any]) -> Schedu
 def _resolve_optimizer(
     config: OptimizerConfig, earlier: Mapping[str, Any], tell: Callable[[str], None]
 ) -> OptimizerConfig:
-    """Return the `optimizer` section with a resolved 8-bit library, precision of the embeddings'
-    state and Adafactor variant."""
+    """Return the `optimizer` section with the 8-bit library, the precision of the embeddings' state
+    and the Adafactor variant resolved."""
     chosen: dict[str, Any] = {}
     has_choice = "embeddings_in_32_bits" in OPTIMIZERS[config.name].options
     if has_choice and config.embeddings_in_32_bits is None:
-        # Runs that were started with an older version continue in 8 bits.
+        # Runs that were started with an older version of firstlight continue in 8 bits.
         before = earlier.get("embeddings_in_32_bits", False) if earlier else None
         chosen["embeddings_in_32_bits"] = before is not False
     if config.name == "adamw8bit" and config.eight_bit_library == "auto":
         library = earlier.get("eight_bit_library", "auto")
         chosen["eight_bit_library"] = installed_library(library) if library == "auto" else library
     if config.name == "adafactor" and config.adafactor_variant == "auto":
-        # Recipes of older versions do not have this key. Their runs used torch's Adafactor.
+        # Recipes of older versions do not have this key. Runs of these versions used torch's
+        # Adafactor.
         variant = earlier.get("adafactor_variant", "torch") if earlier else "paper"
         chosen["adafactor_variant"] = "paper" if variant == "auto" else variant
         if chosen["adafactor_variant"] == "torch":
@@ -417,15 +422,16 @@ def open_compile_modes(
     *,
     is_busy: bool = False,
 ) -> list[Compiling]:
-    """Return the compilation modes that a recipe allows. "Not compiled" is one of these modes.
+    """Return the compilation modes that a recipe allows. The list can contain `NOT_COMPILED`.
 
     Args:
         config, parts: the sections `efficiency` and `distributed` of the recipe.
-        compiler: torch.compile for the device; None if it does not work on the device.
+        compiler: compile times and speed-ups of torch.compile on the device; None if it does not
+            work there.
         size: hidden size and number of layers of the model.
         is_busy: True if other programs keep the cores busy.
     """
-    # In these cases, `conflicts.py` rejects compilation.
+    # `conflicts.py` rejects compilation in these cases.
     is_refused = (
         not _is_whole(parts)
         or named_engine(parts).updates_itself
@@ -437,7 +443,7 @@ def open_compile_modes(
         modes = [mode for mode in modes if mode.regional == config.compile_regional]
     if config.compile is False or not modes:
         return [NOT_COMPILED]
-    # Without compilation, fp8's casts take longer than its matrix products save.
+    # Without compilation, fp8's casts cost more time than its faster matrix products save.
     return modes if compiles or config.precision == "fp8" else [NOT_COMPILED, *modes]
 
 
@@ -446,7 +452,7 @@ def _loss_chunk_tokens(recipe: Recipe, model: ModelConfig, device: str, precisio
     disable chunks.
 
     In fp32 on a CPU, chunks take no additional time and save most of the memory for logits. In
-    bf16, torch.compile fuses head and loss, which is faster than chunks.
+    bf16, torch.compile fuses the head and the loss, which is faster than using chunks.
     """
     worth_it = (
         device == "cpu"
@@ -481,7 +487,7 @@ def usual_seconds(
     batch, schedule = recipe.batch, recipe.schedule
     minutes = schedule.max_minutes
     rows = 1 if batch.micro_batch_size == "auto" else batch.rows
-    # Number of tokens per step on each process.
+    # Number of tokens per step in each process.
     tokens: float = rows * (batch.gradient_accumulation_steps or 1) * seq_len
     if batch.global_batch_tokens is not None:
         tokens = batch.global_batch_tokens / facts.processes

@@ -1,7 +1,7 @@
-"""The schema of a recipe: all settings of a run, in strictly validated sections.
+"""Schema of a recipe. A recipe contains all settings of a run, in strictly validated sections.
 
-The section for a specific part of firstlight is defined in the module of that part. All other
-sections are defined here.
+A section that configures a specific part of firstlight is defined in the module of that part. All
+other sections are defined here.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class RunConfig(Section):
     """The `run` section."""
 
     dir: str | None = Field(None, min_length=1)
-    """the run folder, for metrics, report and checkpoints. null is runs/NAME, where NAME is the
+    """folder for the run's metrics, report and checkpoints. null is runs/NAME, where NAME is the
     name of the recipe's file."""
     seed: int = Field(1337, ge=0, lt=2**63)
     """seed for the initial weights, the order of the training rows, and dropout."""
@@ -44,15 +44,15 @@ class RunConfig(Section):
     run. It is slower, especially in attention's backward pass. On a CPU, results are always
     bit-identical."""
     max_minutes: float | None = Field(None, gt=0)
-    """minutes after which the run saves a checkpoint and stops, but not before the first step; null
-    is no limit."""
+    """minutes after which the run saves a checkpoint and stops, but not before the first step is
+    complete; null is no limit."""
     trackers: list[Literal["tensorboard", "wandb", "mlflow", "trackio"]] = Field(default=[])
-    """experiment trackers that also receive metrics, samples, recipe and reports: tensorboard (in
-    the run folder's tensorboard/; only metrics and samples), wandb (offline), mlflow and trackio
-    (in their local stores). No data leaves the machine unless the environment variables of a
-    tracker enable uploads."""
+    """experiment trackers that also receive the run's metrics, samples, recipe and reports. They
+    are tensorboard (in the run folder's tensorboard/; only metrics and samples), wandb (offline),
+    and mlflow and trackio (in their local stores). No data leaves the machine unless the
+    environment variables of a tracker enable uploads."""
     tracker_checkpoints: bool = False
-    """true lets wandb, mlflow and trackio also store the run's last checkpoint."""
+    """true makes wandb, mlflow and trackio also store the run's last checkpoint."""
 
     @model_validator(mode="before")
     @classmethod
@@ -85,16 +85,16 @@ class EvaluationConfig(Section):
     max_rows: int = Field(256, ge=0)
     """number of rows of the validation split to evaluate, spread evenly over it; 0 is all."""
     train_rows: int = Field(0, ge=0)
-    """number of rows of the training split (of each corpus in a mix) that are also evaluated,
-    spread evenly and the same each time. The result, train_eval/loss, is computed like val/loss,
-    without dropout; 0 is off."""
+    """number of rows of the training split (of each corpus in a mix) that are also evaluated. The
+    rows are spread evenly over the split, and are the same each time. The result, train_eval/loss,
+    is computed like val/loss, without dropout; 0 is off."""
     sample_prompts: list[str] = Field(default=[""])
-    """texts that the model continues at each evaluation (see samples_at), or messages that it
-    answers if the data is conversations."""
+    """prompts that the model continues at each evaluation (see samples_at). If the data consists of
+    conversations, they are messages that the model answers."""
     samples_at: Literal["evaluation", "epoch"] = "evaluation"
-    """when sample texts are generated: at each "evaluation" except the one before the first step,
-    or after the last step of each "epoch" (pass over the training split); in both cases also after
-    the last step of the run."""
+    """when sample texts are generated. "evaluation" is at each evaluation except the one before the
+    first step. "epoch" is after the last step of each pass over the training split. In both cases,
+    samples are also generated after the last step of the run."""
     sample_tokens: int = Field(64, ge=1)
     """maximum number of tokens of a sample."""
     temperature: float = Field(0.8, ge=0)
@@ -103,12 +103,12 @@ class EvaluationConfig(Section):
     """tasks on which the model is scored, as with `firstlight eval --tasks`: "hellaswag",
     "hellaswag,FILE.jsonl" or "lm-eval:NAME"."""
     tasks_every_steps: int = Field(0, ge=0)
-    """number of steps between task evaluations, which also run at the end; 0 scores the tasks at
-    each evaluation."""
+    """number of steps between task evaluations; 0 scores the tasks at each evaluation. Tasks are
+    also scored at the end of the run."""
     task_items: int = Field(0, ge=0)
-    """number of items of each task that are scored, starting with the first; 0 is all."""
+    """number of items to score in each task, starting with the first item; 0 is all."""
     task_folder: str | None = None
-    """folder with further tasks for lm-evaluation-harness."""
+    """folder with additional tasks for lm-evaluation-harness."""
 
 
 #: Minimum number of earlier steps for a z-score. With fewer steps, the standard deviation is too
@@ -117,8 +117,8 @@ FEWEST_STEPS = 16
 
 
 class GuardConfig(Section):
-    """The `guard` section: a step whose loss or gradient is not finite or spikes is skipped, so
-    that weights and moments stay unchanged. With efficiency.optimizer_in_backward, the parameters
+    """The `guard` section. A step is skipped if its loss or gradient is not finite or spikes, so
+    the weights and moments stay unchanged. With efficiency.optimizer_in_backward, the parameters
     have already been updated by then, so on_divergence applies after a single such step.
     """
 
@@ -130,10 +130,10 @@ class GuardConfig(Section):
     continues with the data that follows (Chowdhery et al. 2022, section 5.1); "stop" ends the
     run."""
     max_rollbacks: int = Field(2, ge=0)
-    """maximum number of rollbacks; the next divergence ends the run."""
+    """maximum number of rollbacks; after that, the next divergence ends the run."""
     spike_z_score: float | None = Field(None, gt=0)
-    """a step is skipped if its loss or gradient norm exceeds the mean of earlier steps by more than
-    this number of standard deviations; null is off."""
+    """number of standard deviations by which a step's loss or gradient norm can exceed the mean of
+    earlier steps before the step is skipped; null is off."""
     spike_window: int = Field(128, ge=FEWEST_STEPS)
     """number of earlier steps used for the mean and the standard deviation of spike_z_score; the
     first 16 steps are never skipped as spikes."""
@@ -147,10 +147,12 @@ class PreferenceConfig(Section):
     reference))), where each term is the log-probability of an answer, summed over its tokens. The
     references are log-probabilities under the model from which the run starts."""
     beta: float = Field(0.1, gt=0)
-    """strength of the pull towards the starting model; a larger value keeps the model closer to
-    it."""
+    """strength of the pull towards the model from which the run starts; a larger value keeps the
+    trained model closer to that model."""
     label_smoothing: float = Field(0.0, ge=0, lt=0.5)
-    """assumed fraction of pairs whose answers are swapped (conservative DPO)."""
+    """assumed fraction of pairs in which the chosen and the rejected answer are swapped
+    (conservative DPO).
+    """
 
 
 #: A model configuration of any family; `model_type` selects the class.
@@ -158,8 +160,9 @@ AnyModelConfig = Annotated[ModelConfig, Field(discriminator="model_type")]
 
 
 class PlanningConfig(Section):
-    """The `planning` section: facts for `firstlight plan` before data and weights exist. Training
-    ignores this section, because it reads the facts from the prepared data and the weights.
+    """The `planning` section. It contains facts for `firstlight plan`, for use while data and
+    weights do not exist yet. Training ignores this section, because it reads these facts from the
+    prepared data and the weights.
     """
 
     vocab_size: int | None = Field(None, ge=1)
@@ -173,7 +176,7 @@ class Recipe(Section):
     """All settings of a run, as written by the user.
 
     `model` can be null if the run starts from existing weights. `lora` is null if all weights are
-    trained. `preference` applies only to data of kind "preference".
+    trained. `preference` applies only to data that consists of preference pairs.
     """
 
     run: RunConfig = RunConfig()
@@ -203,7 +206,7 @@ class Recipe(Section):
         return self
 
     def with_keys(self, section: str, **values: Any) -> Self:
-        """Return the recipe with new values for some keys of a section. The values are not
+        """Return the recipe with new values for some keys of a section. The new values are not
         validated."""
         changed = getattr(self, section).model_copy(update=values)
         return self.model_copy(update={section: changed})

@@ -1,5 +1,6 @@
-"""Access control for the server and the chat page: checks of a request's host, origin and API key,
-error responses in OpenAI's format, and headers that prevent a page from contacting other hosts.
+"""Access control for the server and the chat page. This module checks a request's host, origin and
+API key, creates error responses in OpenAI's format, and sets headers that prevent a page from
+contacting other hosts.
 """
 
 from __future__ import annotations
@@ -24,11 +25,12 @@ from firstlight.serving.config import is_loopback
 
 _HOST = re.compile(r"(\[[0-9a-f:.]+\]|[a-z0-9._-]+)(?::\d{1,5})?")
 
-#: HTTP status recorded in the metrics for a request whose client disconnected, as in nginx.
+#: HTTP status recorded in the metrics when a client disconnects before its response is complete.
+#: nginx uses the same status.
 CLIENT_GONE = 499
 
-#: Error `type` for each HTTP status. Other statuses use "invalid_request_error" below 500 and
-#: "server_error" otherwise.
+#: Error `type` for each HTTP status. For all other statuses, the type is "invalid_request_error"
+#: below 500 and "server_error" from 500 upwards.
 _TYPES = {
     401: "authentication_error",
     403: "permission_error",
@@ -51,7 +53,7 @@ _PAGE_HEADERS = {
 }
 
 
-# The docstrings of these classes appear as descriptions in the OpenAPI document.
+# The docstrings of the classes below appear as descriptions in the OpenAPI document.
 
 
 class ErrorDetails(BaseModel):
@@ -64,7 +66,7 @@ class ErrorDetails(BaseModel):
 
 
 class Error(BaseModel):
-    """Response to a rejected or failed request."""
+    """JSON body of the response to a rejected or failed request."""
 
     error: ErrorDetails
 
@@ -74,10 +76,10 @@ class RequestError(HTTPException):
 
     Args:
         status: HTTP status.
-        message: message to the client that describes the problem and its solution.
+        message: message for the client; it describes the problem and how to solve it.
         param: name of the invalid request field.
         code: machine-readable error code.
-        headers: additional headers of the response.
+        headers: additional response headers.
 
     Attributes:
         content: JSON body of the error.
@@ -104,7 +106,7 @@ class RequestError(HTTPException):
 
 
 class ClientGoneError(RequestError):
-    """Raised when the client has closed the connection and would not receive a response."""
+    """Raised when the client has closed the connection and can't receive a response."""
 
     def __init__(self) -> None:
         super().__init__(CLIENT_GONE, "the client closed the connection")
@@ -124,11 +126,11 @@ class Access:
     """Allowed hosts and origins of a server, and its API key.
 
     A server at a loopback address accepts only requests addressed to a name of the local machine or
-    to a name in `hosts`, because an attacker can make a host name resolve to this machine (DNS
-    rebinding). The port in the Host header is not checked, so that tunnels work.
+    to a name in `hosts`. Otherwise, an attacker could make a different host name resolve to this
+    machine (DNS rebinding). The port in the Host header is not checked, so that tunnels work.
 
     Args:
-        host: name or address on which the server listens.
+        host: name or address that the server listens on.
         key: API key; None disables the check.
         hosts: additional names allowed in the Host header. If empty, a server at a non-loopback
             address allows all names.
@@ -170,7 +172,7 @@ class Access:
                 code="host_not_allowed",
             )
         origin = header(scope, b"origin")
-        # WebSocket requests also contain the origin of the page, with the scheme http or https.
+        # The Origin header of a WebSocket request also has the scheme http or https.
         scheme = scope["scheme"].replace("ws", "http")
         if origin is not None and origin.lower() not in {f"{scheme}://{host}", *self.origins}:
             raise RequestError(
@@ -181,7 +183,8 @@ class Access:
             )
 
     def require_key(self, scope: Scope) -> None:
-        """Reject a request with a missing or wrong API key. /health does not require a key.
+        """Reject a request with a missing or wrong API key. Requests to /health do not require a
+        key.
 
         Raises:
             RequestError: status 401.
@@ -189,7 +192,8 @@ class Access:
         if self._key_digest is None or scope["path"] == "/health":
             return
         scheme, _, key = (header(scope, b"authorization") or "").partition(" ")
-        # Digests have equal length, so the comparison time reveals nothing about the key.
+        # Compare digests, which all have the same length, so that the time taken reveals nothing
+        # about the key.
         digest = hashlib.sha256(key.encode("latin-1")).digest()
         if scheme.lower() != "bearer" or not hmac.compare_digest(digest, self._key_digest):
             raise RequestError(
@@ -201,8 +205,9 @@ class Access:
 
 
 class RequestGuard:
-    """ASGI middleware that rejects unauthorised requests and requests with an oversized head,
-    responds to CORS preflight requests, adds headers to responses and counts requests.
+    """ASGI middleware that rejects unauthorised requests and requests whose path, query and headers
+    together are too large, responds to CORS preflight requests, adds headers to responses and
+    counts requests.
 
     Args:
         app: application that receives the accepted requests.
@@ -267,8 +272,8 @@ class RequestGuard:
             await self._app(scope, receive, send)
 
     def _require_head_size(self, scope: Scope) -> None:
-        """Reject an oversized head. uvicorn enforces its limit only if the head arrives in several
-        parts.
+        """Reject a request whose path, query and headers are too large. uvicorn enforces its limit
+        only if they arrive in several parts.
         """
         size = len(scope["raw_path"]) + len(scope["query_string"])
         if size + sum(len(k) + len(v) for k, v in scope["headers"]) > self._max_header_bytes:
@@ -280,9 +285,9 @@ class RequestGuard:
 
 
 class LoopbackGuard:
-    """ASGI middleware that accepts only requests from the local machine and from the page itself
-    (see `Access`). It adds response headers that prevent the page from contacting other hosts, and
-    removes HTML tags that refer to other hosts.
+    """ASGI middleware that accepts only requests from the local machine and from the page itself,
+    as described for `Access`. It adds response headers that prevent the page from contacting other
+    hosts, and removes HTML tags that refer to other hosts.
 
     Args:
         app: application that responds to accepted requests.
@@ -297,9 +302,9 @@ class LoopbackGuard:
         try:
             self._access.require(scope)
         except RequestError as error:
-            await error.response(scope, receive, send)  # This also rejects a WebSocket.
+            await error.response(scope, receive, send)  # Also rejects a WebSocket.
             return
-        # Remove accept-encoding, because tags can't be found in a compressed page.
+        # Remove the accept-encoding header, because tags can't be found in a compressed page.
         headers = [entry for entry in scope["headers"] if entry[0] != b"accept-encoding"]
         await self._app({**scope, "headers": headers}, receive, send)
 

@@ -1,4 +1,4 @@
-"""Chat page, based on Chainlit, for a browser on this machine. It sends nothing to other
+"""Chat page for a browser on this machine, based on Chainlit. The page sends nothing to other
 machines.
 """
 
@@ -28,7 +28,7 @@ from firstlight.serving.config import is_loopback, listening_socket, url_for
 
 T = TypeVar("T")
 
-#: Folder with Chainlit's configuration and the script of the page.
+#: Folder that contains Chainlit's configuration and the page's script.
 _FILES = Path(__file__).parent / "page"
 
 #: Environment variables that could make Chainlit require a login, or store or send conversations.
@@ -55,7 +55,7 @@ class Address:
 
 def require_web(host: str, port: int) -> Address:
     """Check that the page can be served, and return its address. Call this before loading a model,
-    which takes longer.
+    so that a problem is reported without waiting for the model.
 
     Raises:
         ConfigError: other machines could reach the host, or the port is invalid.
@@ -106,7 +106,7 @@ def serve_chat(
     def new_session() -> ChatSession:
         return ChatSession(loaded, decoder=decoder, **options)
 
-    new_session()  # Fail early, before the page is served.
+    new_session()  # Raise any error now, before the page is served.
     with (
         contextlib.suppress(KeyboardInterrupt),
         listening_socket(address.host, address.port) as listener,
@@ -130,8 +130,8 @@ def _app_folder(folder: Path) -> Path:
 
 @contextlib.contextmanager
 def _environment(folder: Path) -> Iterator[None]:
-    """Set the environment variables for Chainlit: remove `_FOREIGN_VARIABLES` and set Chainlit's
-    folder. The previous environment is restored on exit.
+    """Remove `_FOREIGN_VARIABLES` from the environment and set the variables that Chainlit needs,
+    including its folder. Restore the previous environment on exit.
     """
     before = dict(os.environ)
     for name in before:
@@ -166,7 +166,7 @@ def _serve(app: Any, listener: socket.socket) -> None:
 
 
 def _chainlit_app(new_session: Callable[[], ChatSession], model_name: str) -> Any:
-    """Return Chainlit's ASGI application with callbacks that answer with the model."""
+    """Return Chainlit's ASGI application, with callbacks that generate answers with the model."""
     chainlit: Any = importlib.import_module("chainlit")
     logging.getLogger("chainlit").setLevel(logging.ERROR)
     settings: Any = importlib.import_module("chainlit.config").config
@@ -181,7 +181,7 @@ def _chainlit_app(new_session: Callable[[], ChatSession], model_name: str) -> An
 
 
 class _Page:
-    """Chainlit's callbacks. Each browser tab has a separate session."""
+    """Chainlit's callbacks. Each browser tab has a separate `ChatSession`."""
 
     def __init__(
         self, chainlit: Any, new_session: Callable[[], ChatSession], model_name: str
@@ -245,7 +245,8 @@ class _Page:
 
 
 #: Label, description and range of each `SamplingConfig` field shown on the page. A field with a
-#: range (minimum, maximum) is shown as a slider, a field without one as an input for integers.
+#: range (minimum, maximum) is shown as a slider. A field without a range is shown as an integer
+#: input.
 _SETTINGS: Mapping[str, tuple[str, str, tuple[float, float] | None]] = {
     "temperature": (
         "Temperature",
@@ -263,7 +264,7 @@ _SETTINGS: Mapping[str, tuple[str, str, tuple[float, float] | None]] = {
 
 
 def _widgets(widgets: Any, now: SamplingConfig) -> list[Any]:
-    """Return the widgets of the page's settings, with the values in `now`."""
+    """Return the widgets for the page's settings, showing the values in `now`."""
     found = []
     for name, (label, description, limits) in _SETTINGS.items():
         value = getattr(now, name)
@@ -302,8 +303,8 @@ def changed_settings(settings: SamplingConfig, values: Mapping[str, Any]) -> Sam
 
 
 class Answers:
-    """Generates answers with one model, one at a time, in a separate thread. The event loop is not
-    blocked.
+    """Generates answers with one model, one at a time. Generation runs in a separate thread, so it
+    does not block the event loop.
     """
 
     def __init__(self) -> None:
@@ -333,9 +334,9 @@ class Answers:
 
 
 async def _in_thread(session: ChatSession, function: Callable[..., T], *arguments: Any) -> T:
-    """Call a function in a thread. If this coroutine is cancelled, it stops the session and still
-    waits for the call to end, because the model is in use until then. Repeated cancellation does
-    not end this wait.
+    """Call a function in a thread. If this coroutine is cancelled, it stops the session and then
+    waits for the call to end, because the model is in use until then. Cancelling the coroutine
+    again does not end this wait.
     """
     call = asyncio.ensure_future(asyncio.to_thread(function, *arguments))
     try:

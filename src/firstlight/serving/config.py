@@ -1,5 +1,6 @@
-"""Options of the server: limits on requests, the API key, and the address to listen on. The command
-line uses this module without importing the server.
+"""Options of the server, including limits on requests, the API key, and the address to listen on.
+They are defined in a separate module so that the command line can use them without importing the
+server.
 """
 
 from __future__ import annotations
@@ -22,43 +23,43 @@ _MAX_KEY_BYTES = 4096
 
 #: Maximum number of choices per prompt.
 MAX_CHOICES = 8
-#: Maximum number of prompts in a request, and of token ids in one JSON prompt. The encoder also
-#: enforces the model's limit.
+#: Maximum number of prompts in a request, and of token ids in a prompt that is sent as token ids.
+#: The encoder also enforces the model's context limit.
 MAX_PROMPTS, MAX_PROMPT_IDS = 64, 200_000
-#: Maximum number of messages in a conversation, and of parts in a message.
+#: Maximum number of messages in a conversation and of content parts in a message.
 MAX_MESSAGES, MAX_PARTS = 512, 64
-#: Maximum number of tools, and of tool calls in a message.
+#: Maximum number of tools in a request and of tool calls in a message.
 MAX_TOOLS = 128
-#: Maximum number of stop texts, and of characters in a stop text.
+#: Maximum number of stop strings, and maximum length of a stop string in characters.
 MAX_STOPS, MAX_STOP_CHARS = 4, 256
 #: Maximum value of `logprobs` for a completion, and of `top_logprobs` for a chat.
 MAX_LOGPROBS, MAX_CHAT_LOGPROBS = 5, 20
 #: Maximum number of entries of `logit_bias`.
 MAX_BIASES = 1024
-#: Maximum number of names and objects in the JSON of a body. Validating a body of a million bytes
-#: that consists only of names would delay the responses to other clients.
+#: Maximum total number of keys and objects in a JSON body. Without this limit, validating a body of
+#: a million bytes that consists mostly of keys would delay the responses to other clients.
 MAX_NAMES = 20_000
-#: OpenAI's default for `max_tokens` in completions. A chat answer without `max_tokens` may fill the
-#: context.
+#: OpenAI's default for `max_tokens` in completions. Without `max_tokens`, a chat answer can fill
+#: the context.
 COMPLETION_TOKENS = 16
-#: Number of connections that the operating system queues until they are accepted.
+#: Maximum number of connections that the operating system queues until the server accepts them.
 BACKLOG = 1024
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits on requests and connections, which can be changed by the server's options.
+    """Limits on requests and connections. They can be changed with the server's options.
 
     Attributes:
-        request_timeout: maximum time from a request's arrival in the queue to the end of its
-            response, in seconds.
-        header_timeout: maximum time for the headers of a request to arrive, in seconds.
-        body_timeout: maximum time for the body of a request to arrive, in seconds.
-        write_timeout: maximum time for which a client may leave sent bytes unread, in seconds.
+        request_timeout: maximum time in seconds from when a request is queued until its response is
+            complete.
+        header_timeout: maximum time in seconds for a request's headers to arrive.
+        body_timeout: maximum time in seconds for a request's body to arrive.
+        write_timeout: maximum time in seconds that a client can leave response data unread.
         max_body_bytes: maximum size of a request's body, in bytes.
         max_header_bytes: maximum size of a request's headers, in bytes.
-        max_connections: maximum number of simultaneous connections; a further connection replaces
-            one that is waiting for a request or, if there is none, is refused with status 503.
+        max_connections: maximum number of simultaneous connections. Beyond it, a new connection
+            replaces an idle one; if none is idle, the new connection is refused with status 503.
     """
 
     request_timeout: float = 600.0
@@ -71,7 +72,7 @@ class Limits:
 
 
 _MOST = 2**31
-#: Minimum and maximum of each numeric option.
+#: Minimum and maximum value of each numeric option.
 _RANGES = {
     "port": (0, 65535),
     "max_batch_size": (1, 4096),
@@ -90,25 +91,29 @@ _RANGES = {
 
 @dataclass(frozen=True)
 class ServerOptions:
-    """Options of a server: address, access and limits.
+    """Options of a server, which specify its address, access control and limits.
 
     Attributes:
-        host: name or address to listen on; all addresses except loopback require an API key.
+        host: name or address to listen on; any address other than a loopback address requires an
+            API key.
         port: port to listen on; 0 selects any free port.
-        model_name: name of the model for clients.
+        model_name: name of the model, as shown to clients.
         api_key: key that clients must send; None disables the check.
-        allowed_hosts: additional name under which requests may reach the server (value of the Host
-            header); can be repeated.
-        allowed_origins: origin of another web page that may send requests (value of the Origin
-            header); can be repeated.
-        max_batch_size: maximum number of texts that are generated simultaneously.
-        max_queue: maximum number of waiting texts; further texts are refused with status 429.
-        compile: decode with torch.compile, which takes one or two minutes before the first request.
-        max_context_tokens: maximum number of tokens in a text, including prompt and answer;
+        allowed_hosts: additional name that requests can use for the server, as the value of the
+            Host header; can be given more than once.
+        allowed_origins: origin of another web page that is allowed to send requests, as the value
+            of the Origin header; can be given more than once.
+        max_batch_size: maximum number of sequences that are generated simultaneously.
+        max_queue: maximum number of sequences that wait to be generated; beyond it, requests are
+            refused with status 429.
+        compile: decode with torch.compile; compiling takes one or two minutes before the first
+            request.
+        max_context_tokens: maximum number of tokens in a sequence, including prompt and answer;
             defaults to the model's limit.
         template_options: default values for variables of the chat template, which requests can
             override.
-        shutdown_timeout: time for running answers to finish after a signal, in seconds.
+        shutdown_timeout: time in seconds that running answers have to finish after a shutdown
+            signal.
         limits: limits on requests and connections.
 
     Raises:
@@ -144,7 +149,7 @@ class ServerOptions:
         values = {**vars(self), **vars(self.limits)}
         for name, (least, highest) in _RANGES.items():
             value = values[name]
-            # Comparisons with NaN are false, so this form also rejects NaN.
+            # Comparisons with NaN are false, so writing the check this way also rejects NaN.
             if value is not None and not least <= value <= highest:
                 raise ConfigError(f"{name} must be between {least} and {highest}, not {value}")
 
@@ -154,10 +159,10 @@ def checked_key(key: bytes, where: str) -> bytes:
 
     Args:
         key: the key.
-        where: source of the key, for error messages.
+        where: source of the key, used in error messages.
 
     Raises:
-        ConfigError: the key is empty or contains anything other than visible ASCII characters.
+        ConfigError: the key is empty or contains characters other than visible ASCII.
     """
     if not key:
         raise ConfigError(f"the API key in {where} is empty: set a key, or remove it")
@@ -170,7 +175,7 @@ def checked_key(key: bytes, where: str) -> bytes:
 
 
 def key_from_file(path: Path) -> bytes:
-    """Read the API key from a file with one line.
+    """Read the API key from a file that contains a single line.
 
     Raises:
         InputError: the file can't be read.
@@ -191,10 +196,10 @@ def is_loopback(host: str) -> bool:
 
 
 def listening_socket(host: str, port: int) -> socket.socket:
-    """Open the socket on which the server listens; port 0 selects any free port.
+    """Open the socket that the server listens on. Port 0 selects any free port.
 
     Raises:
-        ConfigError: the host is not an address of this machine.
+        ConfigError: the host does not name an address of this machine.
         StorageError: the address is in use, or the process is not permitted to use it.
     """
     try:
@@ -207,14 +212,16 @@ def listening_socket(host: str, port: int) -> socket.socket:
     try:
         return socket.create_server(address[:2], family=family, backlog=BACKLOG)
     except OSError as error:
-        # The error's message is not used, because it repeats the address.
+        # Avoid the error's full message, because it repeats the address.
         reason = os.strerror(error.errno) if error.errno else str(error)
         where = f"{host} port {port}"
         raise StorageError(f"can't listen on {where}: {reason}; choose another --port") from error
 
 
 def url_for(listening: socket.socket) -> str:
-    """Return the URL of a listening socket; a wildcard address becomes the loopback address."""
+    """Return the URL of a listening socket. In the URL, a wildcard address is replaced by the
+    loopback address.
+    """
     host, port = listening.getsockname()[:2]
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

@@ -1,5 +1,5 @@
-"""Request models with OpenAI's fields and additional fields, and the encoder that converts requests
-to token sequences. The limits are in `config.py`.
+"""Request models with OpenAI's fields and a few additional ones, and the encoder that converts
+requests to token sequences. The limits on requests are defined in `config.py`.
 
 Each OpenAI field that would change the response is either implemented or rejected by name. Fields
 added by other vendors have no effect, as in vLLM and llama.cpp. Their use is counted in the log.
@@ -78,28 +78,28 @@ _Nothing = Annotated[list[Any], Field(max_length=0)] | None
 
 
 def _needs(name: str, switch: str) -> dict[str, Any]:
-    """Return a JSON Schema rule that allows the field `name` to have a value only if the field
-    `switch` is true.
+    """Return a JSON Schema rule that allows a value for the field `name` only if the field `switch`
+    is true.
     """
     switched = {"properties": {switch: {"const": True}}, "required": [switch]}
     return {"anyOf": [{"properties": {name: {"type": "null"}}}, switched]}
 
 
-#: JSON Schema rules for messages. A message must satisfy one of these rules, because only the
-#: assistant's messages may have no content.
+#: JSON Schema rules for messages. A message must satisfy at least one of the two rules: either it
+#: is from the assistant, or it has content.
 _BY_ASSISTANT: dict[str, Any] = {"properties": {"role": {"const": "assistant"}}}
 _WITH_CONTENT: dict[str, Any] = {
     "properties": {"content": {"not": {"type": "null"}}},
     "required": ["content"],
 }
-#: JSON Schema of a tool call, without its properties.
+#: JSON Schema of a tool call, excluding its properties.
 _CALL_SCHEMA = {
     "type": "object",
     "required": ["name", "arguments"],
     "additionalProperties": False,
 }
 
-# The docstrings of these classes appear as descriptions in the OpenAPI document.
+# The docstrings of the classes below appear as descriptions in the OpenAPI document.
 
 
 class _Body(BaseModel):
@@ -108,7 +108,7 @@ class _Body(BaseModel):
     )
 
     def ignored(self) -> Iterator[str]:
-        """Yield the names of fields that have values but no effect."""
+        """Yield the names of fields that were set but have no effect."""
         yield from (name for name, value in (self.model_extra or {}).items() if value)
         for name in self.model_fields_set:
             value = getattr(self, name)
@@ -121,7 +121,7 @@ class StreamOptions(_Body):
     """The value of `stream_options`.
 
     Attributes:
-        include_usage: send an additional last chunk with the token counts.
+        include_usage: send an additional chunk with the token counts at the end.
         include_obfuscation: no effect; chunks are not padded.
     """
 
@@ -167,7 +167,9 @@ class SchemaFormat(_Format):
 
 
 class UnsupportedFields(_Body):
-    """Unsupported OpenAI fields. Only the values that have no effect are accepted."""
+    """OpenAI fields that are not supported. Only values that would not change the response are
+    accepted.
+    """
 
     best_of: Literal[1] | None = None
     suffix: Literal[""] | None = None
@@ -183,7 +185,7 @@ class GenerationRequest(UnsupportedFields):
     """Fields that completion requests and chat requests have in common.
 
     Attributes:
-        model: name of the model, as returned by `/v1/models`; optional.
+        model: optional name of the model, as returned by `/v1/models`.
         stream: send chunks as server-sent events while the answer is generated.
         stream_options: options of a stream.
         max_tokens: maximum number of new tokens per choice; also limited by the context.
@@ -191,7 +193,7 @@ class GenerationRequest(UnsupportedFields):
         temperature: divisor of the logits; 0 always chooses the most likely token.
         top_p: see `SamplingConfig`.
         top_k, min_p, repetition_penalty: see `SamplingConfig`; OpenAI does not have these fields.
-        stop: texts that end an answer; they are not included in it.
+        stop: strings that end an answer; the answer does not include them.
         seed: random seed; the same seed gives the same answer.
         frequency_penalty, presence_penalty: see `SamplingConfig`.
         logit_bias: mapping from token id to a number that is added to the token's logit.
@@ -251,13 +253,13 @@ class CompletionRequest(GenerationRequest):
     """The body of `/v1/completions`.
 
     Attributes:
-        prompt: a text, a list of texts, a list of token ids (control tokens are allowed), or a list
-            of such lists.
+        prompt: a string, a list of strings, a list of token ids (control tokens are allowed), or a
+            list of lists of token ids.
         max_tokens: see `GenerationRequest`; 0 generates no tokens and is useful with `echo`.
-        logprobs: number of most likely tokens whose log-probabilities are returned for each token,
-            in addition to the log-probability of that token.
-        echo: true begins each choice with the prompt. With `logprobs`, the log-probabilities of the
-            prompt's tokens are also returned.
+        logprobs: number of most likely tokens to return with their log-probabilities at each
+            position, in addition to the log-probability of the chosen token.
+        echo: whether each choice begins with the prompt. If `logprobs` is also set, the
+            log-probabilities of the prompt's tokens are returned as well.
     """
 
     model_config = ConfigDict(json_schema_extra={"allOf": [_needs("stream_options", "stream")]})
@@ -307,13 +309,13 @@ class Message(_Body):
     """One message of a conversation.
 
     Attributes:
-        role: role of the author; "developer" is OpenAI's newer name for "system".
-        content: a text, or parts whose texts are concatenated; null is allowed only for the
-            assistant.
-        name: name of the author or tool.
+        role: role of the message's author; "developer" is OpenAI's newer name for "system".
+        content: a string, or a list of parts whose texts are concatenated; null is allowed only for
+            the assistant.
+        name: name of the message's author, or of the tool that returned it.
         tool_calls: the assistant's tool calls.
         tool_call_id: id of the call that a tool message answers.
-        reasoning_content, reasoning: the assistant's reasoning; both names are in use.
+        reasoning_content, reasoning: the assistant's reasoning; clients use both field names.
         id: no effect.
         audio, function_call: empty fields of responses, accepted because clients send them back.
     """
@@ -382,15 +384,16 @@ class ChatRequest(GenerationRequest):
         messages: the conversation so far.
         max_completion_tokens: OpenAI's newer name for `max_tokens`.
         logprobs: return the log-probabilities of the chosen tokens.
-        top_logprobs: number of most likely tokens whose log-probabilities are also returned.
+        top_logprobs: number of most likely tokens to return with their log-probabilities at each
+            position.
         tools: tools that the model may call, if its chat template supports tools.
         tool_choice: "auto" lets the model decide; "none" hides the tools from the model. With
             "required" or a specific tool, a grammar forces the answer to be a tool call.
         parallel_tool_calls: no effect; a forced answer is a single call.
         reasoning_effort: variable of the chat template; "none" sets `enable_thinking` to false.
         chat_template_kwargs: additional variables of the chat template, such as `enable_thinking`.
-        add_generation_prompt: false renders the messages without the beginning of an answer. The
-            default is true, unless the last message is continued.
+        add_generation_prompt: whether to end the prompt with the opening of an assistant message.
+            The default is true, unless the last message is continued.
         continue_final_message: true continues the last message, as vLLM does.
     """
 
@@ -423,7 +426,7 @@ class ChatRequest(GenerationRequest):
 
     @property
     def offered_tools(self) -> list[dict[str, Any]]:
-        """The tools that are passed to the model, exactly as they were sent."""
+        """The tools to pass to the model, exactly as the client sent them."""
         tools = [] if self.tool_choice == "none" else self.tools or []
         return [tool.model_dump(exclude_unset=True) for tool in tools]
 
@@ -440,8 +443,9 @@ class ChatRequest(GenerationRequest):
             raise _invalid("tool_choice", f"tool_choice needs a tool{named}: add it to tools")
         calls = []
         for number, one in enumerate(functions):
-            # References are relative to the root, which has changed. The replaced text can't occur
-            # inside a JSON string, because it contains unescaped quotes.
+            # References in the schema are relative to its root, and the schema has moved below a
+            # new root. The text that is replaced contains unescaped quotes, so it can't occur
+            # inside a JSON string.
             root = f'"$ref": "#/anyOf/{number}/properties/arguments'
             parameters = json.loads(json.dumps(one.parameters or {}).replace('"$ref": "#', root))
             arguments = {"type": "object", **parameters}
@@ -453,9 +457,9 @@ class ChatRequest(GenerationRequest):
 #: An unknown field is rejected as a typo if the similarity between its name and that of a known
 #: field is at least this number.
 _LIKENESS = 0.9
-#: Maximum number of different ignored fields that are counted by name.
+#: Maximum number of distinct ignored fields that are counted by name.
 _MAX_IGNORED = 100
-#: Error message for each field whose pydantic message is unclear.
+#: Error messages for fields whose pydantic message would be unclear.
 _MESSAGES = {
     "prompt": "must be a string, a list of strings, a list of token ids or a list of such lists; "
     f"none may be empty, and at most {MAX_PROMPTS} strings or lists of {MAX_PROMPT_IDS:,} ids are "
@@ -471,8 +475,8 @@ _MESSAGES = {
 
 
 class LimitedRequest(Request):
-    """Request whose body is read within the limits of `app.state.service` and parsed in one of the
-    service's threads.
+    """Request whose body is read within the limits of `app.state.service` and then parsed in one of
+    that service's threads.
     """
 
     async def body(self) -> bytes:
@@ -512,11 +516,11 @@ class LimitedRequest(Request):
         return bytes(body)
 
     async def json(self) -> Any:
-        """Parse and validate the body as a model instance, which FastAPI uses unchanged.
+        """Parse and validate the body. Return a model instance, which FastAPI then uses unchanged.
 
         Raises:
             RequestError: with status 400 if the body is not a valid request, or 413 if it has too
-                many names.
+                many keys.
             ClientGoneError: the client closed the connection.
         """
         is_chat = self.url.path == "/v1/chat/completions"
@@ -527,10 +531,10 @@ class LimitedRequest(Request):
 
 def _parse(kind: type[GenerationRequest], body: bytes) -> GenerationRequest:
     try:
-        # Both parsers are needed. json reports repeated names and keeps all digits of large
-        # integers. It runs first, because its hook limits the number of names while it reads.
+        # Both parsers are needed. `json` reports duplicate keys and keeps all digits of large
+        # integers. It runs first, because its hook limits the number of keys while parsing.
         value = json.loads(body, object_pairs_hook=_object_maker(), parse_float=_number)
-        # pydantic's parser limits the nesting depth, and rejects NaN and lone surrogates.
+        # pydantic's parser limits the nesting depth and rejects NaN and lone surrogates.
         pydantic_core.from_json(body, allow_inf_nan=False, cache_strings="none")
     except (ValueError, RecursionError) as error:
         message = f"the body is not valid JSON: {str(error)[:200]}"
@@ -574,8 +578,8 @@ def _number(text: str) -> float:
 
 def _object_maker() -> Callable[[list[tuple[str, Any]]], dict[str, Any]]:
     """Return a hook for `json.loads` that creates the objects of one body. The hook raises a
-    `RequestError` with status 413 if there are too many names, and `ValueError` if an object has
-    duplicate names.
+    `RequestError` with status 413 if the body has too many keys, and a `ValueError` if an object
+    has duplicate keys.
     """
     count = 0
 
@@ -605,7 +609,7 @@ def _invalid_request(error: ValidationError) -> RequestError:
         if part in UnsupportedFields.model_fields:
             return _unsupported(where)
         if part in _MESSAGES:
-            # The rest of the location lists the types that pydantic tried.
+            # The rest of the location lists only the types that pydantic tried.
             return _invalid(where, f"{where} {_MESSAGES[str(part)]}")
     if first["type"] == "extra_forbidden":
         return _unsupported(_shortened(where))
@@ -626,8 +630,8 @@ class EncodedRequest:
     """A validated and encoded request.
 
     Attributes:
-        texts: new continuations, ordered by prompt: all choices for the first prompt, then those
-            for the second prompt, and so on.
+        texts: new continuations. All choices for the first prompt come first, then all choices for
+            the second prompt, and so on.
         response: format of the response.
     """
 
@@ -636,13 +640,14 @@ class EncodedRequest:
 
 
 class RequestEncoder:
-    """Validates and encodes requests. `encode` can take seconds, so call it in a separate thread.
+    """Validates and encodes requests. `encode` can take several seconds, so call it in a separate
+    thread.
 
     Args:
         loaded: a model with a tokenizer.
-        name: name of the model for clients.
-        context: maximum number of tokens of a text, including prompt and answer.
-        capacity: maximum number of texts in one request.
+        name: name of the model, as shown to clients.
+        context: maximum number of tokens in a sequence, including prompt and answer.
+        capacity: maximum number of sequences that one request can generate.
         template_options: default values for variables of the chat template, which requests can
             override.
 
@@ -705,8 +710,8 @@ class RequestEncoder:
             raise _invalid(param, f"{param}: {error}") from None
 
     def _note_ignored(self, names: Iterable[str]) -> None:
-        """Count the ignored fields of a request. For each field, log the first, tenth, hundredth,
-        ... request that has it.
+        """Count the ignored fields of a request. For each such field, log the first, tenth,
+        hundredth, ... request that contains it.
         """
         with self._noting:
             for name in set(names):
@@ -778,8 +783,8 @@ class RequestEncoder:
         except TokenizerError:
             if not any("tool_calls" in message for message in messages):
                 raise
-            # Some templates, such as DeepSeek's, expect the arguments of tool calls as text, which
-            # they output unchanged.
+            # Some templates, such as DeepSeek's, expect the arguments of a tool call as a string
+            # and output it unchanged.
             prompt_ids = self._prompt_ids(request, messages, options, text_arguments=True)
         functions = [tool["function"] for tool in tools]
         schemas = {one["name"]: one.get("parameters") or {} for one in functions}
@@ -818,7 +823,7 @@ class RequestEncoder:
         )
 
     def _variables(self, request: ChatRequest) -> dict[str, Any]:
-        """Return the variables of the chat template, except the messages.
+        """Return the variables for the chat template, except for the messages.
 
         Raises:
             RequestError: the request contains tools, but the template does not support tools.
@@ -841,7 +846,7 @@ class RequestEncoder:
     def _format(
         self, request: GenerationRequest, texts: Sequence[Continuation], has_logprobs: bool
     ) -> dict[str, Any]:
-        """Return the constructor arguments for a `ResponseFormat`."""
+        """Return the constructor arguments of the request's `ResponseFormat`."""
         options = request.stream_options
         return {
             "model": self.name,
@@ -865,8 +870,8 @@ class RequestEncoder:
         Args:
             request: the request.
             prompts: token ids of each prompt.
-            wanted: fields of `SamplingConfig` that are set differently for completions and chats.
-            end_ids: ids of tokens that end a text.
+            wanted: fields of `SamplingConfig` whose values differ between completions and chats.
+            end_ids: ids of the end-of-text tokens.
             shown: see `Continuation`.
 
         Raises:
@@ -882,7 +887,7 @@ class RequestEncoder:
             schema, source = request.forced_schema, "tools"
         make_constraint = self._constraints(schema, source)
         if schema is not None:
-            end_ids = self._chat_ends  # The grammar was created with these end tokens.
+            end_ids = self._chat_ends  # The grammar uses these end tokens.
         settings = {"temperature": 1.0, **self._loaded.sampling, **wanted}
         samplings = [_sampling(request, n, settings) for n in range(choices)]
         try:
@@ -904,7 +909,7 @@ class RequestEncoder:
         ]
 
     def _require_few(self, prompts: int, choices: int, param: str) -> None:
-        """Reject a request for more than `capacity` texts."""
+        """Reject a request that asks for more than `capacity` sequences."""
         if prompts * choices > self.capacity:
             raise _invalid(
                 "n" if prompts == 1 else param,
@@ -927,8 +932,8 @@ class RequestEncoder:
     def _constraints(
         self, schema: dict[str, Any] | None, source: str
     ) -> Callable[[], Constraint | None]:
-        """Return a function that creates the constraint of each choice. Without a schema, the
-        function returns None.
+        """Return a function that creates the constraint for each choice. Without a schema, the
+        returned function always returns None.
 
         Raises:
             RequestError: the schema is not supported, or llguidance is not installed.
@@ -949,17 +954,17 @@ class RequestEncoder:
         return lambda: grammars.constraint(schema)
 
     def close(self) -> None:
-        """Stop the processes that follow schemas."""
+        """Stop the worker processes that enforce schemas."""
         if self._grammars is not None:
             self._grammars.close()
 
 
 def fingerprint_of(model: Model) -> str:
-    """Return the `system_fingerprint` of a model: a short hash of its config, the versions of
-    firstlight and torch, and a few of the first and last elements of every tensor.
+    """Return the `system_fingerprint` of a model. It is a short hash of the model's config, the
+    versions of firstlight and torch, and a few elements at the start and end of every tensor.
 
-    A few elements are sufficient, because training changes them along with all others. Reading all
-    weights would take as long as loading them.
+    A few elements are sufficient, because training changes all elements. Reading all the weights
+    would take as long as loading them.
     """
     found = hashlib.sha256(f"{own_version()} {torch.__version__} {model.config}".encode())
     for name, tensor in model.state_dict().items():
@@ -985,7 +990,7 @@ def _sampling(request: GenerationRequest, choice: int, settings: dict[str, Any])
         return SamplingConfig(
             stop=request.stop_texts,
             logit_bias={int(i): bias for i, bias in (request.logit_bias or {}).items()},
-            # Take the remainder, because OpenAI allows negative seeds.
+            # Take the remainder modulo a power of two, because OpenAI allows negative seeds.
             seed=None if request.seed is None else (request.seed + choice) % 2**63,
             **chosen,
         )

@@ -1,5 +1,5 @@
-"""Response models and response formats. FastAPI generates the OpenAPI document from the models. The
-formats write responses, with the log-probabilities of their tokens, either as a single body or as
+"""Response models and response formats. FastAPI generates the OpenAPI document from the models. A
+format writes a response, including log-probabilities if requested, either as a single body or as
 server-sent events.
 """
 
@@ -34,7 +34,7 @@ _FinishReason = Literal["stop", "length"]
 _ChatFinishReason = Literal["stop", "length", "tool_calls"]
 
 
-# The docstrings of these classes appear as descriptions in the OpenAPI document.
+# The docstrings of the classes below appear as descriptions in the OpenAPI document.
 
 
 class Usage(BaseModel):
@@ -46,9 +46,10 @@ class Usage(BaseModel):
 
 
 class CompletionLogprobs(BaseModel):
-    """Log-probabilities of the tokens of a completion; `text_offset` counts characters of the
-    choice's text. The first token of a prompt has no log-probability, because no token predicts
-    it."""
+    """Log-probabilities of a completion's tokens. `text_offset` is the position of each token in
+    the choice's text, in characters. The first token of a prompt has no log-probability, because no
+    earlier token predicts it.
+    """
 
     tokens: list[str]
     token_logprobs: list[float | None]
@@ -74,7 +75,7 @@ class ChatToken(BaseModel):
 
 
 class ChosenChatToken(ChatToken):
-    """A token of an answer, with the most likely tokens at its position."""
+    """A token of an answer, together with the most likely tokens at its position."""
 
     top_logprobs: list[ChatToken]
 
@@ -87,7 +88,7 @@ class ChatLogprobs(BaseModel):
 
 
 class ChatFunctionCall(BaseModel):
-    """The function of a tool call; `arguments` is an object as JSON."""
+    """The function of a tool call; `arguments` is a JSON object, encoded as a string."""
 
     name: str
     arguments: str
@@ -102,7 +103,7 @@ class ChatToolCall(BaseModel):
 
 
 class AssistantMessage(BaseModel):
-    """The answer to a conversation. `content` is null if there are only tool calls."""
+    """The assistant's message. `content` is null if the message consists only of tool calls."""
 
     role: Literal["assistant"] = "assistant"
     content: str | None
@@ -112,7 +113,7 @@ class AssistantMessage(BaseModel):
 
 
 class ChatChoice(BaseModel):
-    """One choice of an answer to a conversation."""
+    """One choice of a chat completion."""
 
     index: _Count
     message: AssistantMessage
@@ -143,17 +144,17 @@ class ChatCompletion(_Generated):
 
 
 def event(content: bytes) -> bytes:
-    """Return a server-sent event with JSON content."""
+    """Return a server-sent event whose data is JSON."""
     return b"data: " + content + b"\n\n"
 
 
 class Part(NamedTuple):
-    """Part of a choice, for one event or for the complete response.
+    """Part of a choice: the text for one event, or the whole choice in a complete response.
 
     Attributes:
-        number: number of the choice.
-        text: text of the part.
-        logprobs: log-probabilities of the part's tokens, if the request asks for them.
+        number: index of the choice.
+        text: text of this part.
+        logprobs: log-probabilities of this part's tokens, if the request asks for them.
         finish_reason: "stop" or "length" if the choice ends here.
     """
 
@@ -164,20 +165,20 @@ class Part(NamedTuple):
 
 
 class ResponseFormat:
-    """Base class of response formats. An instance writes the response to one request.
+    """Base class for response formats. An instance writes the response to one request.
 
     Args:
         model: name of the model.
         fingerprint: `system_fingerprint`, which changes with the weights and the software.
-        texts: bytes of the tokens; None if the request does not ask for log-probabilities.
+        texts: bytes of each token; None if the request does not ask for log-probabilities.
         prompt_tokens: total number of tokens in all prompts.
         choices: number of choices.
-        includes_usage: True if the last event contains the token counts; the `usage` field of the
-            other events is then null.
+        includes_usage: whether the last event contains the token counts. If so, the `usage` field
+            of all other events is null.
 
     Attributes:
         prefix: beginning of the response's id.
-        kind: response model of the complete response.
+        kind: pydantic model for the complete response.
         event_object: `object` field of an event.
     """
 
@@ -197,8 +198,8 @@ class ResponseFormat:
     ) -> None:
         self._texts, self.prompt_tokens = texts, prompt_tokens
         self._completion_tokens = 0
-        #: For each choice, the updates that have not been written yet, or None before its first
-        #: event.
+        #: For each choice, the updates that have not been written yet. None before the choice's
+        #: first event.
         self._updates: list[list[Update] | None] = [None] * choices
         self._tail = {"usage": None} if includes_usage else {}
         self._head: dict[str, Any] = {
@@ -264,22 +265,22 @@ class ResponseFormat:
         raise NotImplementedError
 
     def _opening(self, index: int) -> Sequence[Any]:
-        """Return the choices of the events that precede the first text of a choice."""
+        """Return the choices to send, each in its own event, before the first text of a choice."""
         raise NotImplementedError
 
     def _pieces(self, part: Part) -> Sequence[Any]:
-        """Return the choices of the events for a part."""
+        """Return the choices to send for a part, each in its own event."""
         raise NotImplementedError
 
 
 @dataclass(frozen=True)
 class Echo:
-    """Prompt of a choice, for a completion with `echo`.
+    """Prompt of a choice in a completion request with `echo`.
 
     Attributes:
         prompt: text of the prompt.
-        text: continuation of the prompt. It also contains the tokens and log-probabilities of the
-            prompt itself.
+        text: the prompt's continuation, which also stores the prompt's own tokens and their
+            log-probabilities.
     """
 
     prompt: str
@@ -303,7 +304,7 @@ class CompletionFormat(ResponseFormat):
         self._writers: dict[int, LogprobsWriter] = {}
 
     def _choice(self, part: Part) -> dict[str, Any]:
-        echo = self._echoes.pop(part.number, None)  # Only the first part includes the prompt.
+        echo = self._echoes.pop(part.number, None)  # Only the first part begins with the prompt.
         logprobs = None
         if self._texts is not None:
             writer = self._writers.setdefault(part.number, LogprobsWriter(self._texts, echo))
@@ -323,7 +324,7 @@ class CompletionFormat(ResponseFormat):
 
 
 class ChatFormat(ResponseFormat):
-    """The `chat.completion` and `chat.completion.chunk` formats.
+    """The formats `chat.completion` (complete response) and `chat.completion.chunk` (event).
 
     Args:
         answers: format in which the model writes the parts of its answers.
@@ -339,7 +340,9 @@ class ChatFormat(ResponseFormat):
         self._calls = [0] * len(self._parsers)
 
     def _answer(self, part: Part) -> tuple[list[AnswerPart], _ChatFinishReason | None]:
-        """Return the parts of the answer that became final with `part`, and its finish reason."""
+        """Return the parts of the answer that `part` completes, and the finish reason of the
+        choice.
+        """
         ended = part.finish_reason is not None
         found = self._parsers[part.number].push(part.text, ended=ended)
         self._calls[part.number] += sum(len(one.calls) for one in found)
@@ -391,7 +394,8 @@ class ChatFormat(ResponseFormat):
 
 
 def _called(call: ToolCall) -> ChatToolCall:
-    # When a client sends the message back, Mistral's templates require ids of 9 letters and digits.
+    # Mistral's templates require ids of 9 letters and digits when the client sends this message
+    # back.
     function = ChatFunctionCall(name=call.name, arguments=call.arguments)
     return ChatToolCall(id=secrets.token_hex(5)[:9], function=function)
 
@@ -411,7 +415,7 @@ class TokenTexts:
         self.bytes_of = functools.lru_cache(maxsize=65536)(self._bytes_of)
 
     def _bytes_of(self, token_id: int) -> bytes:
-        """Return the bytes of a token; for a control token, the bytes of its name in UTF-8."""
+        """Return the bytes of a token. For a control token, return its name encoded as UTF-8."""
         name = self._tokenizer.backend.id_to_token(token_id)
         if name is None:  # The model's vocabulary may be larger than the tokenizer's.
             return b""
@@ -428,10 +432,10 @@ class TokenTexts:
 
         Args:
             vocab_size: number of tokens in the model's vocabulary.
-            ends: ids of tokens that end a text.
+            ends: ids of the end-of-text tokens.
 
         Raises:
-            SchemaError: the tokenizer does not decode a text by concatenating the bytes of its
+            SchemaError: the tokenizer does not decode text by concatenating the bytes of its
                 tokens.
         """
         if not (self._byte_level or self._spaces):
@@ -443,7 +447,7 @@ class TokenTexts:
         return Vocabulary([self.bytes_of(i) for i in range(count)], special, list(ends))
 
     def adds_text(self, token_id: int) -> bool:
-        """Return True if a token is part of the decoded text; False for control tokens."""
+        """Return True if a token adds text to the decoded output. Control tokens do not."""
         return token_id not in self._tokenizer.special_token_ids
 
     def chat_logprobs(self, entries: Iterable[TokenLogprob]) -> ChatLogprobs:
@@ -465,8 +469,8 @@ class TokenTexts:
         return {"token": text, "logprob": max(logprob, _MIN_LOGPROB), "bytes": list(content)}
 
     def name(self, token_id: int) -> str:
-        """Return the name of a token in `/v1/completions`: its text, or a name such as
-        `bytes:\\xe2` if its bytes form only part of a character.
+        """Return the name that `/v1/completions` uses for a token. It is the token's text, or a
+        name such as `bytes:\\xe2` if the bytes are only part of a character.
         """
         content = self.bytes_of(token_id)
         try:
@@ -476,11 +480,10 @@ class TokenTexts:
 
 
 class LogprobsWriter:
-    """Writes the `logprobs` field of one completion choice, either for the complete choice or event
-    by event.
+    """Writes the `logprobs` field of one completion choice, either all at once or event by event.
 
     Args:
-        texts: bytes of the tokens.
+        texts: bytes of each token.
         echo: the prompt, if the choice begins with it; the prompt's log-probabilities are written
             first.
     """
@@ -492,7 +495,7 @@ class LogprobsWriter:
         if echo is not None:
             ids = echo.text.prompt_ids
             content = b"".join(texts.bytes_of(i) for i in ids if texts.adds_text(i))
-            # Llama's decoders drop the first space of a text; offsets then begin at -1.
+            # Llama's decoders drop the first space of the decoded text, so the offsets begin at -1.
             self._offset = -(content.decode(errors="replace") == f" {echo.prompt}")
 
     def write(self, entries: Iterable[TokenLogprob]) -> CompletionLogprobs:
@@ -504,7 +507,7 @@ class LogprobsWriter:
             entries = [*(text.prompt_logprobs or ()), *entries]
             self._echo = None
         rows += [(e.token_id, max(e.logprob, _MIN_LOGPROB), self._top(e)) for e in entries]
-        # Skip validation, because there may be thousands of tokens.
+        # Skip validation, which would be slow for thousands of tokens.
         return CompletionLogprobs.model_construct(
             tokens=[self._texts.name(token_id) for token_id, _, _ in rows],
             token_logprobs=[logprob for _, logprob, _ in rows],
@@ -529,8 +532,9 @@ class LogprobsWriter:
         if self._texts.adds_text(token_id):
             content = self._texts.bytes_of(token_id)
         if not 0x80 <= (content or b"\x80")[0] < 0xC0:
-            # The token does not begin with a UTF-8 continuation byte. An incomplete last character
-            # is counted as one replacement character.
+            # The token does not begin with a UTF-8 continuation byte, so no character spans both
+            # this token and the previous one. If the bytes so far end in an incomplete character,
+            # it counts as one replacement character.
             self._offset += len(self._characters.decode(b"", final=True))
         offset = max(self._offset, 0)
         self._offset += len(self._characters.decode(content))

@@ -1,6 +1,6 @@
-"""Scheduler for continuous batching: a thread that decodes all texts with one `BatchDecoder`.
+"""Scheduler for continuous batching. A single thread decodes all sequences with one `BatchDecoder`.
 
-Texts join and leave the batch between steps. Waiting texts join in the order of their arrival. This
+Sequences join and leave the batch between steps. Waiting sequences join in order of arrival. This
 module does not depend on HTTP or event loops.
 """
 
@@ -29,14 +29,13 @@ class StoppedError(FirstlightError):
 
 @dataclass(eq=False, slots=True)
 class ScheduledSequence:
-    """One text to continue.
+    """One sequence to generate.
 
     Attributes:
-        text: a new continuation. After `Scheduler.submit`, it must be used only by the scheduler's
-            thread.
-        receive: callback for the sequence's updates. It is not called by the scheduler, but by the
-            callback that was passed to the scheduler as `deliver`.
-        cancelled: True if the text is no longer needed.
+        text: a new continuation. After `Scheduler.submit`, only the scheduler's thread can use it.
+        receive: callback for the sequence's updates. The scheduler does not call it. The `deliver`
+            callback, which was passed to the scheduler, has to call it.
+        cancelled: True if the sequence is no longer needed.
     """
 
     text: Continuation
@@ -51,8 +50,8 @@ class Update:
     Attributes:
         sequence: the sequence.
         piece: text that became final in this step; often empty.
-        tokens: number of chosen tokens, 0 or 1, not counting an end token.
-        logprobs: log-probabilities of these tokens, if the sampling config asks for them.
+        tokens: number of tokens chosen in this step, 0 or 1, not counting an end token.
+        logprobs: log-probabilities of the chosen tokens, if the sampling config asks for them.
         finish_reason: "stop" or "length" in the last update; None in earlier updates.
         error: exception in the last update of a failed sequence; otherwise None.
     """
@@ -71,19 +70,20 @@ class Update:
 
 
 class Scheduler:
-    """Decodes submitted texts, at most `BatchDecoder.max_sequences` at a time.
+    """Decodes the submitted sequences, at most `BatchDecoder.max_sequences` at a time.
 
     Args:
-        make_decoder: factory that creates the decoder; `start` calls it in the thread that uses the
-            decoder.
-        max_queue: maximum number of waiting texts, not including those in the decoder.
+        make_decoder: function that creates the decoder; it is called by `start`, in the thread that
+            uses the decoder.
+        max_queue: maximum number of waiting sequences, not counting those in the decoder.
         deliver: callback for the updates of all sequences in a step. It is called in the
             scheduler's thread and must return quickly.
 
     Attributes:
-        max_tokens: maximum length of a text, including prompt and new tokens; set by `start`.
-        max_sequences: maximum number of texts in the batch; set by `start`.
-        failure: exception raised by the last call to the decoder, or None if the call succeeded.
+        max_tokens: maximum length of a sequence in tokens, including the prompt; set by `start`.
+        max_sequences: maximum number of sequences in the batch; set by `start`.
+        failure: exception raised by the most recent call to the decoder, or None if that call
+            succeeded.
     """
 
     def __init__(
@@ -99,8 +99,8 @@ class Scheduler:
         self._deliver = deliver
         self._changed = threading.Condition()
         self._waiting: deque[ScheduledSequence] = deque()
-        #: Sequences in the order of the decoder's rows. Modified only by the scheduler's thread,
-        #: while it holds the lock.
+        #: Sequences in the order of the decoder's rows. Only the scheduler's thread modifies this
+        #: list, and only while holding the lock.
         self._running: list[ScheduledSequence] = []
         self._stopping = False
         self.failure: Exception | None = None
@@ -122,27 +122,27 @@ class Scheduler:
 
     @property
     def capacity(self) -> int:
-        """Maximum number of running and waiting texts."""
+        """Maximum number of running and waiting sequences."""
         return self.max_sequences + self._max_queue
 
     @property
     def running(self) -> int:
-        """Number of texts in the batch."""
+        """Number of sequences in the batch."""
         return len(self._running)
 
     @property
     def waiting(self) -> int:
-        """Number of texts in the queue."""
+        """Number of sequences in the queue."""
         return len(self._waiting)
 
     @property
     def alive(self) -> bool:
-        """True if texts are accepted."""
+        """True if new sequences are accepted."""
         return self._loop_ended is not None and not self._stopping
 
     def submit(self, sequences: Sequence[ScheduledSequence]) -> None:
-        """Queue sequences in the given order. If there is not enough room for all of them, queue
-        none.
+        """Add sequences to the queue in the given order. If there is not enough room for all of
+        them, add none.
 
         Raises:
             QueueFullError: the queue does not have enough room.
@@ -159,8 +159,9 @@ class Scheduler:
             self._changed.notify_all()
 
     def cancel(self, sequences: Iterable[ScheduledSequence]) -> None:
-        """Drop sequences: waiting sequences immediately, running sequences before the next step.
-        Ended sequences are ignored. A dropped sequence may still receive an update.
+        """Drop sequences. Waiting sequences are dropped immediately, and running sequences before
+        the next step. Sequences that have ended are ignored. A dropped sequence may still receive
+        an update.
         """
         with self._changed:
             for sequence in sequences:
@@ -169,10 +170,10 @@ class Scheduler:
                 self._waiting = deque(one for one in self._waiting if not one.cancelled)
 
     def try_again(self) -> None:
-        """Compute one token after a failure, if no text is running.
+        """Decode a single token after a failure, if no sequence is running.
 
-        A server that reports a failure may not receive any more requests. Without this method, it
-        would then never notice that the cause of the failure has disappeared.
+        Clients may stop sending requests to a server that reports a failure. Without this method,
+        such a server would never notice that the cause of the failure is gone.
         """
         with self._changed:
             self._trying = self.failure is not None
@@ -214,7 +215,7 @@ class Scheduler:
             self._decoder.add([0])
             self._decoder.remove(len(self._decoder) - 1)
             self.failure = None
-        except Exception as error:  # noqa: BLE001 - any error fails the affected texts
+        except Exception as error:  # noqa: BLE001 - any error fails the affected sequences
             self.failure = error
 
     def _end(self) -> None:
@@ -232,9 +233,10 @@ class Scheduler:
                 self._remove(row)
 
     def _join(self) -> list[Update]:
-        """Move waiting texts to the batch and choose the first token of each. No more texts join
-        once the prompts of the joining texts have `pass_tokens` tokens or more, because the running
-        texts have to wait for these prompts. One text can join regardless of its length.
+        """Move waiting sequences to the batch and choose the first token of each. No more sequences
+        join once the joining prompts add up to `pass_tokens` tokens, because the running sequences
+        have to wait while these prompts are computed. At least one sequence can join, whatever its
+        length.
         """
         joining: list[ScheduledSequence] = []
         tokens = 0
@@ -247,13 +249,11 @@ class Scheduler:
         return self._joined(joining) if joining else []
 
     def _joined(self, joining: Sequence[ScheduledSequence]) -> list[Update]:
-        """Compute the prompts of the texts that have just joined. Return the updates of these
-        texts.
-        """
+        """Compute the prompts of the sequences that have just joined, and return their updates."""
         first = len(self._decoder)
         try:
             chosen = first_tokens([sequence.text for sequence in joining], self._decoder)
-        except Exception as error:  # noqa: BLE001 - any error fails the affected texts
+        except Exception as error:  # noqa: BLE001 - any error fails the affected sequences
             while len(self._decoder) > first:
                 self._decoder.remove(len(self._decoder) - 1)
             with self._changed:
@@ -261,7 +261,7 @@ class Scheduler:
             if len(joining) == 1:
                 self.failure = error
                 return [Update(joining[0], error=error)]
-            # Compute the prompts one by one, so that only the texts that cause an error fail.
+            # Compute the prompts one by one, so that only the sequences that cause an error fail.
             updates: list[Update] = []
             for sequence in joining:
                 with self._changed:
@@ -274,14 +274,14 @@ class Scheduler:
         return updates
 
     def _step(self) -> list[Update]:
-        """Choose the next token of each running text."""
+        """Choose the next token of each running sequence."""
         running = self._running
         if not running:
             return []
         try:
             chosen = next_tokens([sequence.text for sequence in running], self._decoder)
-        except Exception as error:  # noqa: BLE001 - any error fails the affected texts
-            # All texts fail, because any of them may have caused the error.
+        except Exception as error:  # noqa: BLE001 - any error fails the affected sequences
+            # All sequences fail, because any of them may have caused the error.
             self.failure = error
             updates = [Update(sequence, error=error) for sequence in running]
         else:
@@ -291,7 +291,9 @@ class Scheduler:
         return updates
 
     def _remove_ended(self, first: int, updates: Sequence[Update]) -> None:
-        """Remove the texts in row `first` and later rows that have received their last update."""
+        """Of the sequences in row `first` and later rows, remove those that have received their
+        last update.
+        """
         for number in reversed(range(len(updates))):
             if updates[number].ended:
                 self._remove(first + number)
@@ -311,7 +313,7 @@ def _pushed(sequence: ScheduledSequence, chosen: Chosen | Exception) -> Update:
     before = len(text.token_ids)
     try:
         piece = text.push(chosen)
-    except Exception as error:  # noqa: BLE001 - any error fails the affected texts
+    except Exception as error:  # noqa: BLE001 - any error fails the affected sequences
         return Update(sequence, error=error)
     logprobs = () if text.logprobs is None else tuple(text.logprobs[before:])
     return Update(

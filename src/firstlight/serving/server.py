@@ -62,7 +62,7 @@ from firstlight.serving.service import Service, stopping
 #: The page served at the server's root.
 _PAGE = Path(__file__).parent / "page" / "index.html"
 _PAGE_HEADERS = {
-    # The page loads nothing and sends requests only to this server.
+    # The page loads no external resources and sends requests only to this server.
     "content-security-policy": "default-src 'none'; style-src 'unsafe-inline'; "
     "script-src 'unsafe-inline'; connect-src 'self'; base-uri 'none'; form-action 'none'; "
     "frame-ancestors 'none'",
@@ -70,19 +70,19 @@ _PAGE_HEADERS = {
 _ERRORS = (HTTPException, RequestValidationError, FirstlightError, Exception)
 _LAST_EVENT = event(b"[DONE]")
 
-#: Time in seconds during which the rest of a rejected request's body is read and discarded. If the
+#: Time limit in seconds for reading and discarding the rest of a rejected request's body. If the
 #: connection were closed immediately, a client that is still sending would not see the response.
 _LINGER_SECONDS = 5.0
-#: Maximum number of bytes of a rejected request's body that are discarded before the connection is
+#: Maximum number of bytes to discard from a rejected request's body before the connection is
 #: closed.
 _LINGER_BYTES = 4 * 2**20
 #: Time in seconds between the first and the second probe of a client that has closed its sending
 #: side.
 _PROBE_SECONDS = 0.05
-#: Delay in seconds before the remaining requests are cancelled during shutdown, after the
-#: connections of clients that do not read have been closed.
+#: During shutdown, the connections of clients that do not read are closed first. The remaining
+#: requests are cancelled after this delay in seconds.
 _CANCEL_SECONDS = 0.05
-#: Number of files that the process keeps open in addition to connections.
+#: Number of file descriptors reserved for purposes other than connections.
 _OTHER_FILES = 128
 
 
@@ -90,7 +90,7 @@ _OTHER_FILES = 128
 
 
 class Health(BaseModel):
-    """State of the server."""
+    """Health status of the server."""
 
     status: Literal["ok"] = "ok"
 
@@ -105,7 +105,7 @@ class ModelCard(BaseModel):
 
 
 class Models(BaseModel):
-    """The list of models."""
+    """List of models."""
 
     object: Literal["list"] = "list"
     data: list[ModelCard]
@@ -134,15 +134,15 @@ def create_app(service: Service, access: Access, on_ready: Callable[[], None]) -
     """
 
     ending = ThreadPoolExecutor(1)
-    ending.submit(int)  # Start its thread now, because there may not be enough memory later.
+    ending.submit(int)  # Start the thread while there is enough memory.
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         loop = service.loop = asyncio.get_running_loop()
         on_ready()
         yield
-        # Stop the service in a thread, because this event loop has to handle the scheduler's last
-        # updates in the meantime.
+        # Stop the service in a separate thread, because this event loop still has to handle the
+        # scheduler's last updates.
         await loop.run_in_executor(ending, service.stop)
 
     app = FastAPI(
@@ -178,13 +178,13 @@ async def _respond_to_error(request: Request, error: Exception) -> Response:
     if isinstance(error, RequestError):
         return error.response
     if isinstance(error, RequestValidationError):
-        return not_an_object().response  # The body is empty; `LimitedRequest` checks all others.
+        return not_an_object().response  # Only an empty body arrives here.
     if isinstance(error, HTTPException):
         words = {404: "there is no such path", 405: "this path does not support the HTTP method"}
         message = words.get(error.status_code, str(error.detail))
         return RequestError(error.status_code, message, headers=error.headers).response
     if isinstance(error, FirstlightError):
-        # This error is logged in one line; other exceptions are logged with their traceback. The
+        # Log a `FirstlightError` as a single line, and any other exception with its traceback. The
         # cause is not sent to the client.
         say(f"firstlight: {request.state.request_id}: {error}")
     return RequestError(500, FAILED).response
@@ -228,13 +228,13 @@ def _add_information(app: FastAPI, service: Service) -> None:
 
     @app.get("/metrics", response_class=Response, responses={200: text})
     async def metrics() -> Response:
-        """Return metrics in Prometheus' text format."""
+        """Return metrics in Prometheus's text format."""
         page = generate_latest(service.metrics.registry)
         return Response(page, headers={"content-type": CONTENT_TYPE_LATEST})
 
 
 def _add_generation(app: FastAPI, service: Service) -> None:
-    # Each event contains a chunk as JSON, except the last one, which contains "[DONE]".
+    # Each event contains a chunk as JSON, except for the last event, which contains "[DONE]".
     data = {"type": "object", "required": ["data"], "properties": {"data": {"type": "string"}}}
     streamed: dict[int | str, Any] = {200: {"content": {"text/event-stream": {"schema": data}}}}
 
@@ -285,7 +285,7 @@ def _add_bounds(fields: dict[str, Any], encoder: RequestEncoder) -> None:
 async def _respond(
     service: Service, body: CompletionRequest | ChatRequest, request: Request
 ) -> Response:
-    """Encode a request, generate its texts and respond.
+    """Encode a request, generate its sequences and respond.
 
     Raises:
         RequestError, ClientGoneError, ModelError: see `RequestEncoder`, `Service.in_thread` and
@@ -311,7 +311,7 @@ async def _respond(
 async def _events(
     encoded: EncodedRequest, first: bytes, updates: AsyncGenerator[Any, None]
 ) -> AsyncGenerator[bytes, None]:
-    """Yield the server-sent events of a response; a failure is sent as the last event."""
+    """Yield the server-sent events of a response. A failure is sent as the last event."""
     try:
         async with aclosing(updates):
             yield first
@@ -319,7 +319,7 @@ async def _events(
                 yield encoded.response.events(items)
         yield encoded.response.last_event()
     except ClientGoneError:
-        return  # The client no longer reads.
+        return  # The client has stopped reading.
     except RequestError as error:
         yield event(error.content)
     except asyncio.CancelledError:  # See `Server`.
@@ -328,8 +328,8 @@ async def _events(
 
 
 class EventStream(Response):
-    """Response that consists of server-sent events. Starlette's class would cancel the events when
-    the server shuts down instead of sending the error.
+    """Response that consists of server-sent events. It replaces Starlette's class, which would
+    cancel the events instead of sending the error when the server shuts down.
 
     Args:
         events: encoded server-sent events.
@@ -359,9 +359,9 @@ class EventStream(Response):
 
 
 class LimitedProtocol(H11Protocol):
-    """HTTP connection of uvicorn with additional time limits. uvicorn waits indefinitely for the
-    head of a request (its first line and headers), for a client to read, and for the rest of a
-    rejected request's body. The connection limit also covers connections without a request.
+    """HTTP connection of uvicorn with additional time limits. By itself, uvicorn waits indefinitely
+    for the head of a request (its first line and headers), for a client to read, and for the rest
+    of a rejected request's body. The connection limit also covers connections without a request.
 
     Attributes:
         limits: limits for the server's connections.
@@ -382,9 +382,9 @@ class LimitedProtocol(H11Protocol):
         self._watch()
 
     def _make_room(self) -> None:
-        """Close the connection that has waited longest for a head. If all other connections have a
-        request, none is closed, and uvicorn rejects the request of the new connection with status
-        503.
+        """Close the connection that has waited longest for the head of a request. If all other
+        connections already have a request, none is closed, and uvicorn rejects the new connection's
+        request with status 503.
         """
         waiting = [
             connection
@@ -407,8 +407,8 @@ class LimitedProtocol(H11Protocol):
         """Called by asyncio when bytes have arrived."""
         if self._is_answering():
             # A second request arrived before the response to the first was complete (pipelining).
-            # uvicorn would stop reading and not notice a disconnect, so the connection is closed
-            # after the response.
+            # uvicorn would then stop reading and would not notice a disconnect, so the connection
+            # is closed after the response.
             self.cycle.keep_alive = False
             return
         if self._phase == "discarded":
@@ -424,11 +424,11 @@ class LimitedProtocol(H11Protocol):
         self._watch()
 
     def eof_received(self) -> bool | None:  # type: ignore[override]
-        """Called by asyncio when the client will not send anything more.
+        """Called by asyncio when the client has closed its sending side.
 
-        A client that has only closed its sending side (`nc -N`, some HTTP clients) still gets the
-        response to a complete request. A client that has disconnected looks the same until the
-        operating system reports that writing to it fails; see `_probe`.
+        A client that has closed only its sending side, like `nc -N` and some HTTP clients, still
+        gets the response to a complete request. A client that has disconnected looks the same until
+        a write to it fails, so `_probe` writes to it periodically.
         """
         super().eof_received()
         if not self._is_answering():
@@ -439,7 +439,8 @@ class LimitedProtocol(H11Protocol):
 
     def _probe(self, delay: float = _PROBE_SECONDS) -> None:
         """Periodically write bytes that clients ignore until the response is complete. Writing to a
-        client that has disconnected closes the connection, which ends the generation of its texts.
+        client that has disconnected closes the connection, which ends the generation for this
+        client.
 
         Args:
             delay: time until the next write in seconds; it doubles each time.
@@ -447,8 +448,8 @@ class LimitedProtocol(H11Protocol):
         if self.transport.is_closing() or not self._is_answering():
             return
         if self.cycle.response_started:
-            # Once a response has started, it can take long only if it consists of server-sent
-            # events. In such a response, these bytes are a comment.
+            # Once a response has started, only a stream of server-sent events can take long to
+            # finish. In such a stream, these bytes are a comment.
             self.transport.write(self.conn.send(h11.Data(data=b":\n\n")) or b"")
         elif self.conn.their_http_version != b"1.0":
             # Interim responses require HTTP/1.1 (RFC 9110, 15.2).
@@ -475,8 +476,8 @@ class LimitedProtocol(H11Protocol):
 
     def _watch(self) -> None:
         """Set a deadline if the connection is waiting for the head of a request, or for the rest of
-        a body that is discarded. The times for other bodies and for responses are limited by
-        `LimitedRequest` and `Service`.
+        a body that will be discarded. `LimitedRequest` limits the time for other bodies, and
+        `Service` limits the time for responses.
         """
         if self.conn.their_state is h11.IDLE:
             phase, seconds = "head", self.limits.header_timeout
@@ -497,8 +498,8 @@ class LimitedProtocol(H11Protocol):
         )
 
     def shutdown(self) -> None:
-        """Called by uvicorn when the server shuts down. An incomplete request does not get a
-        response.
+        """Called by uvicorn when the server shuts down. A request that has not fully arrived does
+        not get a response.
         """
         if self._is_answering():
             super().shutdown()
@@ -524,7 +525,7 @@ class LimitedProtocol(H11Protocol):
     def send_400_response(self, msg: str) -> None:
         """Called by uvicorn if a request is not valid HTTP or its head is too long."""
         if self.cycle is not None and self.cycle.response_started:
-            self.transport.abort()  # A response can't be started twice.
+            self.transport.abort()  # The response has already started.
         else:
             super().send_400_response(msg)
 
@@ -551,7 +552,7 @@ class Server(uvicorn.Server):
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Stop accepting connections and wait for running answers."""
         loop = asyncio.get_running_loop()
-        # Use the thread-safe method, because it wakes the event loop when it is called by a signal
+        # Use the thread-safe method, because it wakes the event loop even when called from a signal
         # handler.
         self._end_requests_soon = lambda: loop.call_soon_threadsafe(self._end_requests)
         # A second SIGINT may have arrived before this method was called.
@@ -564,8 +565,8 @@ class Server(uvicorn.Server):
         for connection in list(self.server_state.connections):
             if isinstance(connection, LimitedProtocol) and connection.flow.write_paused:
                 connection.transport.abort()  # The client is not reading.
-        # Cancel the other requests a moment later. By then, the requests of the aborted
-        # connections, which can't respond, have ended.
+        # Cancel the other requests after a short delay. By then, the requests of the aborted
+        # connections have ended; they can't be answered.
         asyncio.get_running_loop().call_later(_CANCEL_SECONDS, self._cancel_requests)
 
     def _cancel_requests(self) -> None:
@@ -574,9 +575,9 @@ class Server(uvicorn.Server):
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Make SIGINT, SIGTERM and SIGHUP (a closed terminal) end the server, and restore their
-        handlers on exit. Unlike uvicorn's method, this method does not change signals that are
-        ignored (with `nohup`, or with `serve ... &` in a script).
+        """Within the context, make SIGINT, SIGTERM and SIGHUP (a closed terminal) end the server.
+        Unlike uvicorn's method, this method leaves ignored signals alone, such as those ignored by
+        `nohup` or by `serve ... &` in a script.
         """
         before = {}
         if threading.current_thread() is threading.main_thread():
@@ -590,8 +591,8 @@ class Server(uvicorn.Server):
                 signal.signal(number, handler)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Handle a signal. uvicorn's method is not called, because it records signals that uvicorn
-        would raise again after the shutdown.
+        """Handle a signal. Do not call uvicorn's method, because it records the signal, and uvicorn
+        would then raise the signal again after the shutdown.
         """
         if self.should_exit and sig == signal.SIGINT:
             self._is_hurried = True
@@ -624,7 +625,7 @@ def new_server(service: Service, on_ready: Callable[[], None]) -> Server:
         proxy_headers=False,
         backlog=BACKLOG,
         h11_max_incomplete_event_size=options.limits.max_header_bytes,
-        # uvicorn rejects requests once there are this many connections.
+        # uvicorn rejects requests once this many connections are open.
         limit_concurrency=options.limits.max_connections + 1,
     )
     return Server(config, options.shutdown_timeout)
@@ -636,7 +637,7 @@ def allow_connections(count: int) -> None:
     Raises:
         ConfigError: the system's hard limit is too low.
     """
-    import resource  # Not available on Windows.
+    import resource  # `resource` is not available on Windows.
 
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = count + _OTHER_FILES

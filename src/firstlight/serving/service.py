@@ -1,5 +1,5 @@
-"""Serve one model: connect the HTTP server's event loop with the threads that encode requests and
-decode texts.
+"""Serve one model. The service connects the HTTP server's event loop with the threads that encode
+requests and generate text.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ from firstlight.serving.scheduler import (
 
 T = TypeVar("T")
 
-#: Maximum size in bytes of a small request body, which takes milliseconds to encode.
+#: Maximum size of a small request body in bytes. Encoding a small body takes a few milliseconds.
 _SMALL_BODY_BYTES = 32 * 2**10
-#: Upper bounds of the histogram buckets.
+#: Upper bounds of the histogram buckets in seconds.
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 
 
@@ -49,7 +49,7 @@ class ServerMetrics:
     """Prometheus metrics of one server, stored in `registry`.
 
     Args:
-        scheduler: scheduler whose texts are counted.
+        scheduler: scheduler whose sequences are counted.
     """
 
     def __init__(self, scheduler: Scheduler) -> None:
@@ -83,12 +83,12 @@ class Service:
     Args:
         loaded: a model with a tokenizer.
         options: options of the server.
-        make_decoder: factory that creates the decoder, called in the thread that uses the decoder;
+        make_decoder: function that creates the decoder, called in the thread that uses the decoder.
             None creates a `BatchDecoder` with the settings in `options`.
 
     Attributes:
         loop: event loop that handles the requests; set by the application when it starts.
-        encoder: encoder of the requests; set by `start`.
+        encoder: encoder for requests; set by `start`.
     """
 
     loop: asyncio.AbstractEventLoop
@@ -108,11 +108,12 @@ class Service:
             deliver=self._deliver,
         )
         self.metrics = ServerMetrics(self.scheduler)
-        # A large body takes seconds to parse and encode, and small bodies must not wait for it.
+        # A large body can take several seconds to parse and encode, and small bodies must not wait
+        # for it.
         self._large = ThreadPoolExecutor(1, thread_name_prefix="firstlight-large-request")
         self._small = ThreadPoolExecutor(1, thread_name_prefix="firstlight-request")
         for executor in (self._large, self._small):
-            # Start its thread now, because there may not be enough memory later.
+            # Start the thread while there is enough memory.
             executor.submit(int)
 
     def _make_decoder(self) -> BatchDecoder:
@@ -124,7 +125,7 @@ class Service:
         return decoder
 
     def start(self) -> None:
-        """Create the decoder and start accepting texts.
+        """Create the decoder and start accepting sequences.
 
         Raises:
             ModelError: the model has no tokenizer.
@@ -169,8 +170,8 @@ class Service:
 
     @property
     def cache_bytes(self) -> int:
-        """Size in bytes of the cache for a full batch: keys and values in the dtype of the weights,
-        and recurrent states.
+        """Size of the cache for a full batch, in bytes. The cache contains keys and values in the
+        dtype of the weights, and recurrent states.
         """
         model = self._loaded.model
         token = cache_bytes_per_token(model.config, next(model.parameters()).dtype)
@@ -178,8 +179,8 @@ class Service:
         return sequence * self.scheduler.max_sequences
 
     async def in_thread(self, request: Request, work_on: Callable[[], T]) -> T:
-        """Run a request's work in the thread for its body size, so that neither the event loop nor
-        small requests wait for large ones.
+        """Run a request's work in a worker thread, selected by the size of the request's body. As a
+        result, neither the event loop nor small requests wait for large ones.
 
         Raises:
             ClientGoneError: the client closed the connection.
@@ -216,12 +217,12 @@ class Service:
     async def generate(
         self, encoded: EncodedRequest, request: Request
     ) -> AsyncGenerator[list[tuple[int, Update]], None]:
-        """Generate the texts of a request. Each item contains the updates since the previous item,
-        with the indices of their choices. Closing the generator cancels unfinished texts.
+        """Generate the sequences of a request. Each item contains the updates since the previous
+        item, each with the index of its choice. Closing the generator cancels unfinished sequences.
 
         Raises:
             RequestError: with status 429 if the queue is full, 503 if the server is stopping, 504
-                if the texts take too long, or 500 if one of them fails.
+                if the sequences take too long, or 500 if one of them fails.
             ClientGoneError: the client closed the connection.
         """
         submitted = time.monotonic()
@@ -298,8 +299,8 @@ async def _until_gone(receive: Receive) -> None:
 def _before_failure(
     items: list[tuple[int, Update] | RequestError], request_id: str
 ) -> tuple[list[tuple[int, Update]], RequestError | None]:
-    """Return the updates before the first failure, and the error that reports this failure to the
-    client.
+    """Return the updates before the first failure, and the error to send to the client for that
+    failure. The error is None if there is no failure.
     """
     updates: list[tuple[int, Update]] = []
     for item in items:
@@ -312,7 +313,7 @@ def _before_failure(
 
 
 def _failure(error: Exception, request_id: str) -> RequestError:
-    """Return the error that reports a failed text to the client. Log unexpected errors."""
+    """Return the error to send to the client for a failed sequence. Log unexpected errors."""
     if isinstance(error, StoppedError):
         return stopping()
     if isinstance(error, SchemaError):

@@ -1,1 +1,3 @@
-"""Share models and prepared corpora on the Hugging Face hub: cards, folders and uploads."""
+"""Share models and prepared corpora on the Hugging Face hub. This package writes the cards and
+folders, and uploads them.
+"""

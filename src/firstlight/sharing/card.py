@@ -1,10 +1,10 @@
-"""Cards (README.md) of models and prepared corpora.
+"""Write cards (README.md) for models and prepared corpora.
 
-A card consists of metadata for the hub and a description that is generated from facts in the files.
-The templates are in the folder cards/.
+A card consists of metadata for the hub and a description. Both are generated from facts in the
+model's or corpus's files. The templates are in the folder cards/.
 
-Facts that are not in any file are None or empty, and are omitted from the card. Because cards are
-public, local paths are reduced to their last part ("neutral" paths).
+Facts that no file contains are None or empty, and are omitted from the card. Because cards are
+public, local paths are reduced to their last part. Such paths are called neutral.
 """
 
 from __future__ import annotations
@@ -52,11 +52,11 @@ if TYPE_CHECKING:
     from huggingface_hub import ModelCardData
 
 
-#: File names of the card and of the loss plot in a shared folder.
+#: File names of the card and of the loss plot in the folder that is uploaded.
 CARD_NAME = "README.md"
 PICTURE_NAME = "loss.png"
 _URL_OF_DATASETS = "hf://datasets/"
-#: Names of recipe keys (section, key) in the card's table about training.
+#: Names that the card's training table uses for recipe keys, keyed by (section, key).
 _RECIPE_ROWS = {
     ("data", "seq_len"): "tokens per sequence",
     ("batch", "global_batch_tokens"): "tokens per step",
@@ -66,7 +66,7 @@ _RECIPE_ROWS = {
     ("schedule", "kind"): "schedule",
     ("efficiency", "precision"): "precision",
 }
-#: Names in the card of the losses in an evaluation or a line of metrics.
+#: Names that the card uses for the losses in an evaluation or a line of metrics.
 _LOSSES = {"loss": "loss", "perplexity": "perplexity", "bits_per_byte": "bits per byte"}
 #: File in the run folder with the results of `firstlight eval`.
 EVALUATIONS_NAME = "evaluations.jsonl"
@@ -79,11 +79,12 @@ class DataFacts:
     Attributes:
         name: last part of the folder's path, the URL, or the name of a file with conversations.
         sources: names of the inputs from which the corpus was prepared.
-        splits: manifest entries of the splits, keyed by name; empty if the folder is missing or was
-            changed after training.
-        options: options of `firstlight prepare` for this corpus, except the inputs and the
+        splits: entries of the splits in the manifest, keyed by split name; empty if the folder is
+            missing or was changed after training.
+        options: options of `firstlight prepare` for this corpus, excluding the inputs and the
             tokenizer.
-        weight: weight of the corpus in a mix, or None.
+        weight: sampling weight of the corpus in a mix; None if the run was trained on a single
+            corpus.
     """
 
     name: str
@@ -98,7 +99,7 @@ class ModelFacts:
     """Facts about a model to share.
 
     Attributes:
-        folder: folder of the checkpoint, or of a model without a run.
+        folder: folder of the checkpoint, or of the model if it does not belong to a run.
         config: config of the model.
         parameters: number of parameters.
         tokenizer: tokenizer of the model, if any.
@@ -108,11 +109,11 @@ class ModelFacts:
         numbers: result of `final_numbers` for the run up to `step`; empty for a model without a
             run.
         data: corpora on which the run was trained.
-        init_from: model with which the run was initialised, as a hub id or the last part of a path;
+        init_from: model with whose weights the run started, as a hub id or the last part of a path;
             None for random weights.
-        request: options and inputs of the command, if `firstlight train TEXTS` created the run;
-            otherwise empty.
-        evaluations: results of `firstlight eval` for exactly these weights, newest last.
+        request: options and inputs of the `firstlight train TEXTS` command that created the run;
+            empty for all other runs.
+        evaluations: results of `firstlight eval` for exactly these weights, with the newest last.
     """
 
     folder: Path
@@ -130,7 +131,7 @@ class ModelFacts:
 
     @property
     def is_unfinished(self) -> bool:
-        """True for a checkpoint that was saved before the run's last step."""
+        """True if the model is a checkpoint that was saved before the run's last step."""
         return self.max_steps is not None and self.step is not None and self.step < self.max_steps
 
 
@@ -150,8 +151,8 @@ def read_facts(source: str | Path, *, best: bool = False) -> ModelFacts:
 
 
 def facts_of(folder: Path) -> ModelFacts:
-    """Return the facts about a model folder. If the folder is a checkpoint, it must have been
-    verified before.
+    """Return the facts about a model folder. If the folder is a checkpoint, it must already have
+    been verified.
 
     Raises:
         ModelError, CheckpointError, TokenizerError: see `read_facts`.
@@ -200,7 +201,7 @@ def _with_run(model: ModelFacts, run_folder: Path) -> ModelFacts:
 
 
 def _until(metrics: Metrics, step: int) -> Metrics:
-    """Return the metrics up to and including a step."""
+    """Return the metrics of a run up to and including a step."""
     count = int(np.searchsorted(metrics.steps, step, side="right"))
     columns = {
         key: (lines[lines < count], values[lines < count])
@@ -212,8 +213,8 @@ def _until(metrics: Metrics, step: int) -> Metrics:
 
 
 def _request_of(run_folder: Path) -> Mapping[str, Any]:
-    """Return the options of the `firstlight train TEXTS` command that created a run, or an empty
-    mapping for other runs. The "inputs" and "overrides" are included with neutral paths.
+    """Return the options of the `firstlight train TEXTS` command that created a run, including its
+    "inputs" and "overrides" with neutral paths. Return an empty mapping for all other runs.
     """
     state = read_state(run_folder)
     request, inputs = state.get("request"), state.get("inputs")
@@ -229,7 +230,7 @@ def _request_of(run_folder: Path) -> Mapping[str, Any]:
 
 
 def _neutral_override(key: str, text: str) -> str:
-    """Return the value of an override as command-line text, with neutral paths."""
+    """Return the value of an override in the form used on the command line, with neutral paths."""
     if key.endswith("sample_prompts"):
         return text
     try:
@@ -246,7 +247,7 @@ def _data_of(run: RunRecord, checkpoint: Path) -> list[DataFacts]:
     """Return the facts about the corpora in a run's recipe.
 
     Facts are read from the folder of a corpus only if its manifest has not changed since the run
-    was trained. For a corpus of a mix, the tokenizer must still be the tokenizer of the run.
+    was trained. For a corpus in a mix, the tokenizer must also still be that of the run.
     """
     data = run.recipe.get("data")
     if not isinstance(data, dict):
@@ -279,12 +280,13 @@ def _data_of(run: RunRecord, checkpoint: Path) -> list[DataFacts]:
 
 
 def _corpus(location: str, is_the_same: Any) -> DataFacts:
-    """Return the facts about a corpus. If the corpus is a URL, can't be read or has changed, return
-    only its name.
+    """Return the facts about a corpus. If the corpus is given as a URL, can't be read or has
+    changed, return only its name.
 
     Args:
         location: folder or URL of the corpus.
-        is_the_same: function that returns True if a manifest shows that the corpus is unchanged.
+        is_the_same: function that takes a manifest, and returns True if it shows that the corpus is
+            unchanged.
     """
     if is_url(location):
         return DataFacts(location)
@@ -314,12 +316,12 @@ def corpus_facts(folder: Path, manifest: Mapping[str, Any]) -> DataFacts:
 
 
 def _prepare_options(manifest: Mapping[str, Any], *, own_val: bool) -> list[str]:
-    """Return the options of `firstlight prepare` with which a corpus was prepared, except options
-    with default values.
+    """Return the options of `firstlight prepare` with which a corpus was prepared. Options with
+    default values are omitted.
 
     Args:
         manifest: manifest of the corpus.
-        own_val: True if the validation split has separate inputs (`--val-input`).
+        own_val: True if the validation split was prepared from separate inputs (`--val-input`).
     """
     options = []
     if manifest["version"] == shards.LABELLED_VERSION:
@@ -336,8 +338,8 @@ def _prepare_options(manifest: Mapping[str, Any], *, own_val: bool) -> list[str]
 
 
 def neutral_recipe(values: Any) -> Any:
-    """Return the values of a recipe with neutral paths. Sample prompts are not changed, because
-    they are texts."""
+    """Return the values of a recipe with neutral paths. Sample prompts are left unchanged, because
+    they are not paths."""
     if isinstance(values, Mapping):
         return {
             key: value if key == "sample_prompts" else neutral_recipe(value)
@@ -347,7 +349,7 @@ def neutral_recipe(values: Any) -> Any:
         return [neutral_recipe(value) for value in values]
     if not isinstance(values, str):
         return values
-    # Split the text at commas, because evaluation tasks have the form NAME,FILE.
+    # Split the value at commas, because evaluation tasks have the form NAME,FILE.
     return ",".join(
         neutral_name(part.strip()) if "/" in part else part for part in values.split(",")
     )
@@ -373,8 +375,8 @@ def record_evaluation(checkpoint: Path, result: Mapping[str, Any]) -> None:
     manifest, path = read_manifest(checkpoint), run / EVALUATIONS_NAME
     opened = os.open(run, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        # Lock the folder: otherwise, two evaluations that end at the same time could overwrite each
-        # other's results.
+        # Lock the folder, because two evaluations that end at the same time could otherwise
+        # overwrite each other's results.
         fcntl.flock(opened, fcntl.LOCK_EX)
         lines = [
             *read_json_lines(path),
@@ -396,14 +398,14 @@ def model_card(
     gguf: str | None = None,
 ) -> str:
     """Return the text of a model card. The card of a run includes the picture `PICTURE_NAME`, which
-    must be in the same folder.
+    must be in the same folder as the card.
 
     Args:
         facts: facts about the model.
         repository: USER/NAME on the hub; None to use the name of the run folder or model folder.
         licence: licence as an id of the hub, such as "apache-2.0", or None if no licence was
             specified.
-        gguf: name of a GGUF file in the same folder; None if there is none.
+        gguf: name of a GGUF file in the same folder as the card; None if there is no such file.
     """
     from huggingface_hub import ModelCard
 
@@ -447,8 +449,8 @@ def corpus_card(
     """Return the text of a corpus card.
 
     Args:
-        facts: facts about the corpus: the names of its inputs, its splits, and the options with
-            which it was prepared.
+        facts: facts about the corpus, including the names of its inputs, its splits, and the
+            options with which it was prepared.
         manifest: manifest of the corpus.
         repository: USER/NAME on the hub.
         licence: licence as an id of the hub, such as "cc-by-4.0", or None if no licence was
@@ -464,7 +466,7 @@ def corpus_card(
         size_categories=next((text for most, text in _SIZES.items() if documents < most), "n>1B"),
         source_datasets=hub_datasets([facts]) or None,
         tags=["firstlight", "tokenized"],
-        # Disable the hub's viewer, because it supports only tables and not shards.
+        # Disable the hub's data set viewer, because it supports tables but not shards.
         viewer=False,
     )
     rejected = manifest["documents"].get("rejected") or {}
@@ -485,7 +487,7 @@ def corpus_card(
     return _tidied(str(card))
 
 
-#: Size categories of the hub, keyed by their exclusive upper limits in documents.
+#: The hub's size categories, keyed by their exclusive upper limits in documents.
 _SIZES = {
     1_000: "n<1K",
     10_000: "1K<n<10K",
@@ -502,7 +504,9 @@ def _template(name: str) -> str:
 
 
 def _tidied(card: str) -> str:
-    """Remove the superfluous empty lines that omitted parts of the template leave in a card."""
+    """Remove the superfluous empty lines that parts of the template leave behind when they are
+    omitted.
+    """
     return re.sub(r"\n{3,}", "\n\n", card).strip() + "\n"
 
 
@@ -547,10 +551,12 @@ def hub_datasets(data: Sequence[DataFacts]) -> list[str]:
 
 
 def _measured(facts: ModelFacts) -> Iterator[tuple[str, str, float, float | None]]:
-    """Yield all results as (dataset or task, metric, value, standard error or None).
+    """Yield all results as tuples of the dataset or task, the metric, the value, and the standard
+    error or None.
 
     The value of a metric is taken from the newest `firstlight eval` that measured it. If there is
-    none, it is taken from the run's own evaluation at or before the step of the checkpoint.
+    no such evaluation, the value is taken from the run's own evaluation at or before the step of
+    the checkpoint.
     """
     corpus = "all data"
     if len(facts.data) == 1:
@@ -564,7 +570,8 @@ def _measured(facts: ModelFacts) -> Iterator[tuple[str, str, float, float | None
             yield place, metric, value, error
 
 
-#: Results as (value, standard error or None), keyed by (dataset or task, metric).
+#: Results keyed by (dataset or task, metric). Each result is a pair of the value and the standard
+#: error or None.
 _Results = dict[tuple[str, str], tuple[float, float | None]]
 
 
@@ -583,7 +590,7 @@ def _measured_in_run(facts: ModelFacts, corpus: str) -> _Results:
 
 
 def _measured_by_eval(evaluation: Mapping[str, Any], corpus: str) -> _Results:
-    """Return the results of one `firstlight eval`."""
+    """Return the results of one evaluation by `firstlight eval`."""
     found: _Results = {}
     split = _SPLITS.get(evaluation.get("split", ""), "text")
     place = f"{evaluation.get('data') or corpus}, {split}"
@@ -664,8 +671,8 @@ def _data_blocks(facts: ModelFacts) -> Iterator[str]:
 
 
 def split_lines(splits: Mapping[str, Any]) -> list[str]:
-    """Return a Markdown list item for each split in a manifest, with the numbers of tokens,
-    documents and bytes of text.
+    """Return a Markdown list item for each split in a manifest. It contains the split's number of
+    tokens, documents and bytes of text.
 
     Args:
         splits: manifest entries, keyed by split name.
@@ -747,8 +754,8 @@ def _commands(facts: ModelFacts, repository: str) -> list[str]:
             lines.append(f"firstlight prepare {sources} --tokenizer {name} --out {folder}{more}")
         options += ["--data.dir", folder]
     if facts.run.length.get("max_steps"):
-        # Specify the number of steps even if the run had a time budget, because another machine
-        # would make a different number of steps in the same time.
+        # Specify the number of steps even if the run had a time budget, because a different machine
+        # would complete a different number of steps in the same time.
         steps = facts.run.length["max_steps"]
         options += ["--schedule.max_steps", str(steps), "--schedule.max_minutes", "null"]
         options += ["--schedule.epochs", "null"]

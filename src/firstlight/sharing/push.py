@@ -1,7 +1,7 @@
 """Upload models and prepared corpora to the Hugging Face hub.
 
 `push` and `push_data` write a folder with the files to share, and upload it with huggingface_hub.
-No other module uploads files.
+This is the only module that uploads files.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from firstlight.sharing.card import (
 )
 from firstlight.tokenizer import Tokenizer
 
-#: Files in which other programs may have stored the local path of a model.
+#: JSON files in which other programs may have stored the local path of a model.
 _CONFIGS = ("config.json", "generation_config.json", "tokenizer_config.json")
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
 _MAX_CARD_BYTES = 1 << 20
@@ -55,16 +55,17 @@ _MAX_CARD_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class Pushed:
-    """Result of `push` or `push_data`: a model or corpus that was uploaded or written to a folder.
+    """Result of `push` or `push_data`. It describes a model or corpus that was uploaded or written
+    to a folder.
 
     Attributes:
         repository: USER/NAME on the hub.
         url: URL of the repository's page, or None if nothing was uploaded.
-        folder: folder that was written, or None if it was temporary.
+        folder: the folder that was written, or None if it was temporary.
         files: size in bytes of each file, keyed by name.
         step: step of the run's checkpoint; None for a corpus or for a model without a run.
-        unfinished_of: total number of steps in the run if the checkpoint is from an earlier step;
-            otherwise None.
+        unfinished_of: total number of steps in the run, if the checkpoint was saved before the last
+            step; otherwise None.
         notes: messages to the user.
     """
 
@@ -89,14 +90,14 @@ def push(
     out: str | Path | None = None,
     upload: bool = True,
 ) -> Pushed:
-    """Upload a model to the Hugging Face hub: weights, tokenizer, recipe and a card.
+    """Upload a model to the Hugging Face hub, including its weights, tokenizer, recipe and a card.
 
     The weights are written by `convert`, so the optimizer state and other training state in a
     checkpoint are not uploaded. Files that are already on the hub are not uploaded again.
 
     Args:
         source: a run folder, a checkpoint, a Hugging Face model folder or a hub id.
-        repository: USER/NAME; the repository is created if it does not exist.
+        repository: name USER/NAME of the repository, which is created if it does not exist.
         private: True to create a private repository; an existing repository must be private.
         gguf: format of a GGUF file to add, such as "q4_k_m" or "q8_0", or None.
         licence: licence for the card, as an id of the hub such as "apache-2.0".
@@ -146,14 +147,15 @@ def push_data(
     out: str | Path | None = None,
     upload: bool = True,
 ) -> Pushed:
-    """Upload a prepared corpus to the Hugging Face hub: shards, manifest, tokenizer and a card.
+    """Upload a prepared corpus to the Hugging Face hub, including its shards, manifest, tokenizer
+    and a card.
 
     `hf://datasets/USER/NAME` can then be used as `data.dir` on any machine. Lists of rejected and
     unread files are not uploaded, because they contain local paths.
 
     Args:
         folder: a folder written by `prepare`.
-        repository: USER/NAME; the repository is created if it does not exist.
+        repository: name USER/NAME of the repository, which is created if it does not exist.
         private: True to create a private repository; an existing repository must be private.
         licence: licence for the card, as an id of the hub such as "cc-by-4.0".
         out: folder to write and keep. None to write a temporary folder with links to the shards or,
@@ -188,8 +190,8 @@ def push_data(
 def _place(
     repository: str, out: str | Path | None, *, upload: bool
 ) -> Iterator[tuple[Path, Path | None]]:
-    """Context manager that yields the folder to write, and then either the same folder, if it is
-    kept, or None, if it is temporary."""
+    """Context manager that yields the folder to write, and the folder that is kept. The second is
+    the same folder, or None if the folder is temporary."""
     name = repository.rpartition("/")[2]
     if out is None and upload:
         with tempfile.TemporaryDirectory(prefix="firstlight-push-") as temporary:
@@ -213,7 +215,7 @@ def _write_model(
     licence: str | None,
     card: str | Path | None,
 ) -> tuple[str, ...]:
-    """Write all files of a model that are shared to a folder. Return notes for the user."""
+    """Write all files of a model that are to be shared to a folder. Return notes for the user."""
     # `convert` uses the name of the folder as the name of the model in a GGUF file, so `plain` is
     # named after the repository. Its parent folder can't conflict with a repository name, because
     # repository names never begin with a dot.
@@ -288,18 +290,18 @@ def _verified_shards(folder: Path, manifest: dict[str, Any]) -> list[str]:
     return [one["file"] for one in entries]
 
 
-#: USER/NAME as accepted by the hub: letters, digits, "-", "_" and ".", but no two consecutive "-"
-#: or "." in NAME.
+#: Pattern for the names USER/NAME that the hub accepts. They consist of letters, digits, "-", "_"
+#: and ".", without two consecutive "-" or "." in NAME.
 _REPOSITORY = re.compile(r"[A-Za-z0-9][\w-]*(?:\.[\w-]+)*/\w+(?:[.-]\w+)*", re.ASCII)
 _MAX_NAME = 96
-#: Patterns for the weights of an earlier upload. Weights that are not in the new folder are deleted
-#: from the hub, because programs would load them together with the new weights.
+#: Patterns for the weights of an earlier upload. Weight files that are not in the new folder are
+#: deleted from the hub, because programs would load them together with the new weights.
 _REPLACED = ["model*.safetensors", "model.safetensors.index.json", "pytorch_model*.bin"]
 
 
 def _require_repository(repository: str, *, upload: bool) -> None:
-    """Check that the name of a repository is valid and that uploads are possible. This is called
-    before any work is done.
+    """Check that the name of a repository is valid and that uploads are possible. Call this
+    function before doing any work.
 
     Raises:
         ConfigError: the name is not USER/NAME, or is not allowed on the hub.
@@ -363,8 +365,8 @@ def upload_folder(
                 "the hub, or omit --private"
             )
         with warnings.catch_warnings():
-            # huggingface_hub warns about a card without a licence. The user has chosen not to
-            # specify a licence, and the card states this.
+            # huggingface_hub warns about a card without a licence. Hide this warning, because the
+            # user has chosen not to specify a licence and the card says so.
             warnings.filterwarnings("ignore", message="Warnings while validating metadata")
             api.upload_folder(
                 repo_id=repository,
@@ -376,14 +378,15 @@ def upload_folder(
     except ConfigError:
         raise
     except Exception as error:
-        # huggingface_hub propagates errors of its HTTP library, which differs between versions.
+        # huggingface_hub propagates the errors of its HTTP library. Different versions use
+        # different libraries.
         raise HubError(f"{repository} can't be uploaded: {_reason(error, repository)}") from error
     prefix = "datasets/" if kind == "dataset" else ""
     return f"{api.endpoint}/{prefix}{repository}"
 
 
 def _reason(error: BaseException, repository: str) -> str:
-    """Return one line with the reason why an upload failed, and a remedy."""
+    """Return one line that explains why an upload failed, and what to do about it."""
     from huggingface_hub import errors
 
     owner = repository.partition("/")[0]
@@ -411,8 +414,9 @@ def _reason(error: BaseException, repository: str) -> str:
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    """Yield an error and all errors that led to it: its cause or, if it has no cause, the error
-    that was being handled when it was raised, and so on."""
+    """Yield an error, followed by all errors that led to it. Each is the cause of the error before
+    it or, if there is no explicit cause, the error that was being handled when that error was
+    raised."""
     while error is not None:
         yield error
         error = error.__cause__ or error.__context__

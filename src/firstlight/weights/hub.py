@@ -1,4 +1,4 @@
-"""Download models from the Hugging Face hub. No other module downloads models."""
+"""Download models from the Hugging Face hub. This is the only module that downloads models."""
 
 from __future__ import annotations
 
@@ -23,11 +23,12 @@ _DOWNLOADED = ["*.json", _WEIGHTS, "*.jinja", "tokenizer.model", "merges.txt"]
 #: Patterns of pickled weights, which are downloaded only to convert a model without safetensors.
 _PICKLED = ["pytorch_model*.bin"]
 
-#: Patterns of files that are never downloaded: copies of the weights for other programs.
+#: Patterns of files that are never downloaded, because they are copies of the weights for other
+#: programs.
 _LEFT_OUT = ["*/*", "consolidated*.safetensors"]
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9_][\w.-]{0,95}")
-#: Common names of local folders for runs and models, which are not interpreted as hub owners.
+#: Common names of local folders for runs and models. They are not interpreted as owners on the hub.
 _LOCAL_FOLDERS = frozenset(
     ("run", "runs", "checkpoints", "out", "output", "outputs", "mine", "models", "data", "demo")
 )
@@ -59,8 +60,8 @@ def is_gguf(path: Path) -> bool:
 def find_model_folder(
     name: str | Path, *, pickled: bool = False, weights: bool = True, typed: bool = True
 ) -> Path:
-    """Return the folder of a local model, of a GGUF file's model (see `gguf_folder`) or of a hub
-    model. A hub model is downloaded if necessary.
+    """Return the folder of a local model, a GGUF file's model or a hub model. A GGUF file's model
+    is unpacked into the cache, and a hub model is downloaded if necessary.
 
     A hub id is OWNER/NAME (`openai-community/gpt2`) for the newest commit of `main`, or
     OWNER/NAME@REVISION for another branch, tag or commit. The revision starts after the first "@",
@@ -69,15 +70,14 @@ def find_model_folder(
 
     Downloads use huggingface_hub with its cache (`HF_HOME`), token (`HF_TOKEN` or `hf auth login`)
     and other settings (`HF_ENDPOINT`, `HF_HUB_OFFLINE`). Files in the cache are not downloaded
-    again. If the hub can't be reached, the cached files are used without a message.
+    again. If the hub can't be reached, cached files are used without a message.
 
     Args:
         name: a folder, a GGUF file or a hub id.
         pickled: True to download `pytorch_model*.bin` if the model has no safetensors.
         weights: False to download only config.json, the tokenizer and other small files.
-        typed: True if the user typed the name. A typed name that looks like a mistyped path is not
-            looked up on the hub (see `_is_mistyped_path`), unless it includes a revision
-            (`OWNER/NAME@main`).
+        typed: True if the user typed the name. If such a name looks like a mistyped path, it is not
+            looked up on the hub, unless it includes a revision (`OWNER/NAME@main`).
 
     Raises:
         ModelError: `name` is not a folder and can't be downloaded.
@@ -87,7 +87,7 @@ def find_model_folder(
     if path.is_dir():
         return path
     if is_gguf(path):
-        # Imported here, because it imports torch, which is not needed for other names.
+        # Imported here, because this module imports torch, which is not needed for other names.
         from firstlight.weights.gguf.reader import gguf_folder
 
         return gguf_folder(path)
@@ -121,7 +121,8 @@ def find_model_folder(
             snapshot_download(repository, allow_patterns=_PICKLED, **options)
         return folder
     except Exception as error:
-        # huggingface_hub propagates errors of its HTTP library, which differs between versions.
+        # huggingface_hub propagates the errors of its HTTP library. Different versions use
+        # different libraries.
         raise _failure(error, text) from error
 
 
@@ -155,11 +156,11 @@ def _near(path: Path) -> str:
 
 
 def _is_mistyped_path(path: Path, hint: str) -> bool:
-    """Return True if a path OWNER/NAME that does not exist is probably a mistyped path and not a
-    hub id.
+    """Return True if a name of the form OWNER/NAME is probably a mistyped path rather than a hub
+    id. No path of this name exists.
 
-    This is the case if its parent folder exists, if `hint` suggests a similar path, or if OWNER is
-    a common name for a folder of runs.
+    This is assumed if the folder OWNER exists, if `hint` suggests a similar path, or if OWNER is a
+    common name for a folder of runs.
     """
     return bool(hint) or path.parent.is_dir() or path.parts[0] in _LOCAL_FOLDERS
 
@@ -179,8 +180,9 @@ def _failure(error: Exception, text: str) -> FirstlightError:
 
 
 def _reason(error: Exception, text: str) -> str:
-    """Return one line with the reason why the download of the hub id `text` failed, and a
-    remedy."""
+    """Return one line that explains why the download of the hub id `text` failed, and what to do
+    about it.
+    """
     from huggingface_hub import constants, errors
 
     repository, _, revision = text.partition("@")

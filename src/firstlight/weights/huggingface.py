@@ -1,6 +1,6 @@
-"""Read and write the files of Hugging Face model folders, except the weights.
+"""Read and write the files of Hugging Face model folders, except for the weights.
 
-Complete folders, including those of adapters, are loaded by `firstlight.lora.loading`.
+To load a complete folder, or the folder of an adapter, use `firstlight.lora.loading`.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ CONFIG_NAME = "config.json"
 GENERATION_CONFIG_NAME = "generation_config.json"
 
 
-#: Numbers of layers and of experts in all layers that are always accepted, because a model of this
-#: size can be built quickly on the meta device.
+#: Number of layers, and total number of experts in all layers, up to which a config is always
+#: accepted. A model of this size can be built quickly on the meta device.
 _FEW_LAYERS, _FEW_EXPERTS = 200, 20_000
-#: Minimum number of tensors per layer and per expert.
+#: Minimum number of tensors per layer, and per expert.
 _LAYER_TENSORS, _EXPERT_TENSORS = 5, 1
 
 
@@ -45,9 +45,9 @@ def unloaded_model(
     Args:
         config: config from the folder's config.json.
         folder: the model folder.
-        vocab_multiple: the embedding's rows are padded to a multiple of this number.
-        tensors: number of tensors in the folder's files, where each expert of a stack is one
-            tensor; None to count them.
+        vocab_multiple: number to a multiple of which the embedding's rows are padded.
+        tensors: number of tensors in the folder's files, counting each expert of a stack as one
+            tensor. None to read this number from the files.
 
     Raises:
         ModelError: the files contain too few tensors for the config's layers or experts, or are
@@ -104,10 +104,10 @@ def read_config(folder: Path) -> ModelConfig:
 
 
 def require_not_trainer(folder: Path) -> None:
-    """Raise an error for a folder without config.json that was written by transformers' Trainer.
+    """Raise an error if a folder without config.json was written by transformers' Trainer.
 
     Raises:
-        ModelError: the Trainer wrote this folder; the message explains which folder to use.
+        ModelError: the Trainer wrote this folder. The message explains which folder to use.
     """
     numbers = (re.fullmatch(r"checkpoint-(\d+)", path.name) for path in folder.iterdir())
     if steps := [int(found[1]) for found in numbers if found]:
@@ -131,8 +131,9 @@ _UNDO = {
 
 
 def _require_plain(content: Mapping[str, Any], where: str) -> None:
-    """Raise an error if config.json describes quantised weights, except MXFP4, which is
-    supported."""
+    """Raise an error if config.json describes quantised weights in a format other than MXFP4, which
+    is supported.
+    """
     packed = content.get("quantization_config") or content.get("quantization")
     values = packed if isinstance(packed, Mapping) else {}
     program = values.get("quant_method") or (
@@ -183,10 +184,10 @@ def config_from_hf(content: Mapping[str, Any], where: str) -> ModelConfig:
 
 
 def eos_ids_of(folder: Path, tokenizer: Tokenizer | None) -> tuple[int, ...]:
-    """Return the ids of the tokens that end a text, or () if there are none.
+    """Return the ids of the end-of-text tokens, or () if there are none.
 
-    The ids are read from generation_config.json, config.json or the tokenizer, whichever is the
-    first to specify any.
+    The ids are read from the first of generation_config.json, config.json and the tokenizer that
+    specifies any.
     """
     for name in (GENERATION_CONFIG_NAME, CONFIG_NAME):
         if ends := end_ids(_read_optional(folder / name)):
@@ -201,8 +202,9 @@ def _read_optional(path: Path) -> dict[str, Any]:
 
 
 def end_ids(content: Mapping[str, Any]) -> tuple[int, ...]:
-    """Return the ids that end a text, or () if there are none, from the content of config.json or
-    generation_config.json."""
+    """Return the ids of the end-of-text tokens from the content of config.json or
+    generation_config.json, or () if there are none.
+    """
     value: Any = content.get("eos_token_id")
     ids: list[Any] = value if isinstance(value, list) else [value]
     return tuple(ids) if all(isinstance(item, int) for item in ids) else ()
@@ -242,8 +244,8 @@ def sampling_settings(generation: Mapping[str, Any]) -> dict[str, Any]:
 def model_files(
     config: ModelConfig, tokenizer: Tokenizer, generation: Mapping[str, Any] = MappingProxyType({})
 ) -> dict[str, str]:
-    """Return the text of each file in a Hugging Face model folder except the weights, keyed by
-    name.
+    """Return the content of each text file in a Hugging Face model folder, keyed by file name. The
+    weights are not included.
 
     Args:
         config: config of the model.
@@ -263,13 +265,13 @@ def model_files(
 def generation_config(
     tokenizer: Tokenizer, generation: Mapping[str, Any] = MappingProxyType({})
 ) -> dict[str, Any]:
-    """Return the content of `generation_config.json` for a model with this tokenizer. Tokens that
-    end a turn in the tokenizer's chat template also end a generation.
+    """Return the content of `generation_config.json` for a model with this tokenizer. Its end
+    tokens include those that end a turn in the tokenizer's chat template.
 
     Args:
         tokenizer: tokenizer of the model.
-        generation: content of the `generation_config.json` of the original model. Its settings and
-            end tokens are kept.
+        generation: content of the original model's `generation_config.json`, whose settings and end
+            tokens are kept.
     """
     ends = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     ends = list(dict.fromkeys((*ends, *turn_end_ids(tokenizer), *end_ids(generation))))
@@ -288,7 +290,7 @@ def training_notes(folder: Path) -> list[str]:
     path = folder / CONFIG_NAME
     content = read_json_object(path, ModelError)
     family = FAMILIES.get(str(content.get("model_type")))
-    # For GPT-2, resid_pdrop and embd_pdrop are applied and therefore not reported.
+    # For GPT-2, resid_pdrop and embd_pdrop are applied, so they are not reported.
     applied = {} if family is None else family.config.model_fields
     names = ("attention_dropout", "hidden_dropout", "router_jitter_noise")
     return [
@@ -299,8 +301,8 @@ def training_notes(folder: Path) -> list[str]:
 
 
 def export_notes(config: Mapping[str, Any], tokenizer: Tokenizer | None) -> list[str]:
-    """Return notes for the user about a model folder that transformers reads differently from
-    firstlight.
+    """Return notes for the user about parts of a model folder that transformers reads differently
+    from firstlight.
 
     Args:
         config: the folder's config.json.

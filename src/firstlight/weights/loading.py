@@ -1,6 +1,6 @@
 """Load and save a model's weights in safetensors files without a second copy in memory.
 
-Weights are loaded into a model on the meta device in one of these modes:
+Weights are loaded into a model on the meta device in one of the following modes:
 
     sequential  The memory of the model is allocated once, and each tensor is read from its file
                 directly into its parameter. Supports all devices and dtypes.
@@ -10,10 +10,10 @@ Weights are loaded into a model on the meta device in one of these modes:
     straight    All tensors are read and then copied into the model, as in most programs. This takes
                 twice the memory and is only a baseline for benchmarks.
 
-The default, `auto`, selects mmap if all parameters can be mapped, and a model on the CPU is then
-ready immediately. Other devices, other dtypes, stacked experts, experts in MXFP4 and padded
-vocabularies can't be mapped; for these, `auto` selects sequential. Training overwrites all weights
-and therefore loads them sequentially.
+The default, `auto`, selects mmap if all parameters can be mapped, so that the model is ready
+immediately. Parameters can't be mapped on devices other than the CPU, in dtypes other than the
+file's, or for stacked experts, experts in MXFP4 and padded vocabularies. In these cases, `auto`
+selects sequential. Training overwrites all weights and therefore loads them sequentially.
 
 `file_tensors` maps names in the file to parameters of the model, both for loading and for saving.
 """
@@ -44,19 +44,20 @@ from firstlight.weights.stored import (
 
 LoadingMode = Literal["auto", "sequential", "mmap", "straight"]
 
-#: Suffixes of buffer names in old checkpoints. These buffers are computed, not learned.
+#: Suffixes of buffer names in old checkpoints. These buffers are ignored, because they are computed
+#: rather than learned.
 COMPUTED_BUFFERS = (
     ".attn.bias",
     ".attn.masked_bias",
     ".rotary_emb.inv_freq",
-    # Attention masks of Pythia.
+    # Name suffixes of Pythia's attention masks.
     ".attention.bias",
     ".attention.masked_bias",
 )
 
 
 class _Described(Protocol):
-    """Properties of a tensor that has not been read yet; see `StoredTensor`."""
+    """Properties of a tensor that has not been read yet, such as a `StoredTensor`."""
 
     @property
     def kind(self) -> str: ...
@@ -71,13 +72,13 @@ _AnyTensor = TypeVar("_AnyTensor", bound=_Described)
 #: Name of the output head's parameter in the model.
 HEAD_WEIGHT = "lm_head.weight"
 
-#: Tensor name suffix that occurs only in files with stacked experts.
+#: Suffix of a tensor name that occurs only in files with stacked experts.
 _STACKED = ".mlp.experts.gate_up_proj"
 
 
 def has_stacked_experts(names: Iterable[str]) -> bool:
-    """Return True if the names are those of files that store all experts of a layer in one tensor,
-    as the model does.
+    """Return True if the tensor names come from files that store all experts of a layer in one
+    tensor, as the model does.
 
     transformers 5 writes such files with `save_original_format=False`.
     """
@@ -85,9 +86,10 @@ def has_stacked_experts(names: Iterable[str]) -> bool:
 
 
 def count_tensors(stored: Mapping[str, _Described]) -> int:
-    """Return the number of tensors in a model's files, counting each expert of a stack
-    separately."""
-    # Empty tensors are ignored, because a damaged header could give them any number of experts.
+    """Return the number of tensors in a model's files. Each expert of a stack is counted
+    separately.
+    """
+    # Ignore empty tensors, because a damaged header could specify any number of experts for them.
     return sum(
         t.shape[0] if ".experts." in n and len(t.shape) == 3 else 1
         for n, t in stored.items()
@@ -103,8 +105,8 @@ def file_tensors(model: Model, *, stacked: bool = False) -> dict[str, Tensor]:
 
     Args:
         model: the model.
-        stacked: True to keep all experts of a layer in one tensor [E, ...]; False to return a view
-            of each expert's matrices under its name in the family's files.
+        stacked: True to keep all experts of a layer in one tensor of shape [E, ...]; False to
+            return a view of each expert's matrices under its name in the family's files.
     """
     config = model.config
     tensors: dict[str, Tensor] = {}
@@ -134,8 +136,9 @@ def one_by_one(tensors: Mapping[str, Tensor], config: ModelConfig) -> dict[str, 
 
 
 def file_name(model: Model, name: str) -> str:
-    """Return the name in a model's file for the parameter `name`, which must not belong to an
-    expert."""
+    """Return the name that the parameter `name` has in a model's file. The parameter must not
+    belong to an expert.
+    """
     return model.head_file_name if name == HEAD_WEIGHT else name
 
 
@@ -172,9 +175,9 @@ def load_weights(
     Args:
         model: the model, whose parameters are allocated on `device`.
         folder: a folder with one safetensors file, or several with an index.
-        device: device for the parameters.
-        dtype: dtype for the parameters; None uses the dtype of the embedding in the file.
-        mode: loading mode; see the docstring of this module.
+        device: device on which to allocate the parameters.
+        dtype: dtype of the parameters; None uses the dtype that the embedding has in the file.
+        mode: loading mode, as described in the docstring of this module.
 
     Returns:
         The files that remain memory-mapped as parameters, or () if all weights were copied.
@@ -194,11 +197,11 @@ def load_weights(
 
 
 def fitting_tensors(model: Model, folder: Path) -> dict[str, AnyStored]:
-    """Return the tensors of a model folder, keyed by the names of `file_tensors`. Stacked experts
-    stay stacked if the files store them stacked.
+    """Return the tensors of a model folder, keyed by the names that `file_tensors` uses. If the
+    files store stacked experts, they stay stacked.
 
     Args:
-        model: the model of that folder's config, on any device.
+        model: a model built from that folder's config, on any device.
         folder: a folder with one safetensors file, or several with an index.
 
     Raises:
@@ -213,8 +216,8 @@ def fitting_tensors(model: Model, folder: Path) -> dict[str, AnyStored]:
 def require_fit(
     model: Model, folder: Path, stored: Mapping[str, _AnyTensor]
 ) -> dict[str, _AnyTensor]:
-    """Check tensors against a model as in `fitting_tensors`, and return those that belong to the
-    model. `stored` contains all tensors in the folder's files, keyed by name.
+    """Check tensors against a model in the same way as `fitting_tensors`, and return those that
+    belong to the model. `stored` contains all tensors in the folder's files, keyed by name.
 
     Raises:
         ModelError: the tensors do not match the model; see `load_weights`.
@@ -223,7 +226,8 @@ def require_fit(
     prefix, _, short = embedding_name(model).partition(".")
     head_name = model.head_file_name
     heads = (HEAD_WEIGHT, head_name)
-    if short in stored:  # A base model that was saved without a head has names without the prefix.
+    # If a base model was saved without its head, its tensor names lack the prefix.
+    if short in stored:
         stored = {n if n in heads else f"{prefix}.{n}": tensor for n, tensor in stored.items()}
     if HEAD_WEIGHT in stored:  # Name of the head in transformers 5, for all families.
         stored = {head_name if n == HEAD_WEIGHT else n: tensor for n, tensor in stored.items()}
@@ -241,7 +245,7 @@ def require_fit(
         shapes[head_name] = shapes[embedding]
     require_tensors(str(folder), shapes, {name: t.shape for name, t in stored.items()})
     if quantised:
-        # Quantised weights are useless without their scales, which are not supported.
+        # Quantised weights are not supported. They would be useless without their scales.
         raise ModelError(
             f"{folder} has quantised tensors ({first_names(quantised)}): use the unquantised model"
         )
@@ -255,7 +259,7 @@ def require_fit(
 
 
 def first_names(names: Sequence[str]) -> str:
-    """Return the first three of `names` and the number of others, for a message."""
+    """Format `names` for a message: the first three, followed by the number of remaining names."""
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     return f"{', '.join(names[:3])}{more}"
 
@@ -266,7 +270,7 @@ def require_tensors(
     """Raise an error for tensors that are missing, unexpected or have the wrong shape.
 
     Args:
-        where: name of the model or file, for the message.
+        where: name of the model or file, for use in the message.
         expected, given: shapes, keyed by tensor name.
 
     Raises:
@@ -295,12 +299,12 @@ def _load_sequentially(
     inference = torch.is_inference_mode_enabled()
 
     def read(tensor: AnyStored, place: Tensor) -> None:
-        # torch's inference mode is set per thread.
+        # torch's inference mode is a per-thread setting.
         with torch.inference_mode(inference):
             tensor.read_into(place)
 
-    # Several threads are faster, because reading releases the GIL and a single core can't use the
-    # full memory bandwidth.
+    # Use several threads, because reading releases the GIL and a single core can't use the full
+    # memory bandwidth.
     with concurrent.futures.ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as pool:
         list(pool.map(lambda name: read(stored[name], places[name]), stored))
     return ()
@@ -344,7 +348,7 @@ def _load_mapped(
 def _load_straight(
     model: Model, stored: Mapping[str, AnyStored], device: torch.device
 ) -> tuple[FileState, ...]:
-    # Clone the tensors to read them into memory, because `open_tensors` only maps them.
+    # `open_tensors` only maps the tensors. Clone them to read them into memory.
     read = {name: tensor.clone() for name, tensor in open_tensors(stored).items()}
     allocate(model, device)
     for name, place in file_tensors(model, stacked=has_stacked_experts(stored)).items():
@@ -381,8 +385,8 @@ def fill(model: Model, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> Non
 
     Args:
         model: the model, modified in place.
-        tensors: tensors, keyed by the names of `file_tensors`.
-        dtype: dtype for the parameters.
+        tensors: tensors, keyed by the names that `file_tensors` uses.
+        dtype: dtype of the parameters.
     """
     model.to(dtype)
     allocate(model, torch.device("cpu"))
@@ -391,7 +395,9 @@ def fill(model: Model, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> Non
 
 
 def weights_to_save(model: Model) -> dict[str, Tensor]:
-    """Return the tensors for a model's `model.safetensors`, contiguous and on the CPU."""
+    """Return the tensors to store in a model's `model.safetensors`. They are contiguous and on the
+    CPU.
+    """
     return {
         name: tensor.detach().cpu().contiguous() for name, tensor in file_tensors(model).items()
     }
@@ -404,13 +410,13 @@ def nonfinite_tensor(tensors: Iterable[tuple[str, Tensor]]) -> str | None:
 
 
 def is_finite(tensor: Tensor) -> bool:
-    """Return True if all elements of a tensor of any shape are finite."""
+    """Return True if all elements of a tensor are finite. The tensor can have any shape."""
     if not tensor.is_floating_point() or not tensor.numel():
         return True
-    if tensor.itemsize == 1:  # torch does not support aminmax for fp8.
+    if tensor.itemsize == 1:  # torch does not support `aminmax` for fp8.
         tensor = tensor.float()
-    # The minimum and maximum are NaN if any element is NaN. Unlike `isfinite` on the full tensor,
-    # they need no second tensor of the same size.
+    # The minimum and maximum are NaN if any element is NaN. Unlike `isfinite`, they can be computed
+    # without allocating a second tensor of the same size.
     return bool(torch.stack(tensor.aminmax()).isfinite().all())
 
 
@@ -437,22 +443,22 @@ def grow_vocabulary(
     """Add rows for new tokens, with ids from `tokens_before` to `tokens_now` - 1, to the embedding
     and the head.
 
-    The rows of a new token are the mean of the old tokens' rows or a copy of one old token's rows.
+    The rows of a new token are the mean of the old tokens' rows, or a copy of one old token's rows.
     With the mean (Hewitt 2021), a new token is about as likely as the average token and takes
-    little probability from the others.
+    little probability from the other tokens.
 
     The old rows do not change. Their logits differ only by rounding, because the matrix product has
-    a different size: at most sizes there is no difference, and the largest observed one is 2e-8. A
-    tied head stays tied.
+    a different size. At most sizes, they do not differ at all; the largest observed difference is
+    2e-8. A tied head stays tied.
 
     Args:
-        model: the model, modified in place including its `config`. If the model already has rows
+        model: the model. It is modified in place, as is its `config`. If the model already has rows
             beyond `tokens_before`, as in padded vocabularies, the rows of new tokens are
             overwritten.
         tokens_before: number of token ids in the old tokenizer.
         tokens_now: number of token ids in the new tokenizer.
         copied_from: id of the old token whose rows are copied; None uses the mean.
-        vocab_multiple: the embedding's rows are padded to a multiple of this number.
+        vocab_multiple: number to a multiple of which the embedding's rows are padded.
     """
     assert tokens_before <= model.config.vocab_size
     assert copied_from is None or copied_from < tokens_before
@@ -478,9 +484,9 @@ def cut_vocabulary(model: Model, tokens: int, *, vocab_multiple: int = 1) -> Non
     """Remove the rows of token id `tokens` and of all higher ids from the embedding and the head.
 
     Args:
-        model: the model, modified in place including its `config`.
+        model: the model. It is modified in place, as is its `config`.
         tokens: number of tokens to keep.
-        vocab_multiple: the embedding's rows are padded to a multiple of this number.
+        vocab_multiple: number to a multiple of which the embedding's rows are padded.
     """
     for name in (embedding_name(model), HEAD_WEIGHT):
         module = model.get_submodule(name.removesuffix(".weight"))

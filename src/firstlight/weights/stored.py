@@ -37,11 +37,11 @@ _AnyTensor = TypeVar("_AnyTensor")
 
 WEIGHTS_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
-#: File names of pickled weights and their index, which only `conversion/pickled.py` reads.
+#: File names of pickled weights and of their index. Only `conversion/pickled.py` reads these files.
 PICKLED_NAME = "pytorch_model.bin"
 PICKLED_INDEX_NAME = "pytorch_model.bin.index.json"
 
-#: Number formats of unquantised weights, keyed by safetensors name.
+#: Dtypes of unquantised weights, keyed by the names that safetensors uses for them.
 FLOAT_FORMATS = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -52,23 +52,24 @@ FLOAT_FORMATS = {
 #: Maximum number of tensors in a file. Each tensor takes 1.5 KB of memory while the header is read.
 #: Models have up to 100,000 tensors in all their files together.
 _MOST_TENSORS = 100_000
-#: Number of bytes that are read and converted at a time. Chunks of this size fit in the cache, even
-#: with several threads.
+#: Number of bytes that are read and converted at a time. Chunks of this size fit in the CPU's
+#: cache, even with several threads.
 _CHUNK_BYTES = 1 << 20
 #: Number of bytes that are read and converted at a time for a GPU. The chunk is larger than on the
-#: CPU because the host waits for each copy, but not much larger because the GPU stores each
+#: CPU, because the host waits for each copy. It is not much larger, because the GPU stores each
 #: thread's chunk twice during conversion.
 _GPU_CHUNK_BYTES = 1 << 21
 
 
 @dataclass(frozen=True)
 class FileState:
-    """Identity and state of a file at one moment.
+    """Identity and state of a file at a point in time.
 
     Attributes:
         path: path of the file.
-        identity: (device, inode). If another file is renamed to `path`, the identity changes.
-        state: (size in bytes, time of the last change in nanoseconds).
+        identity: device and inode of the file. If a different file is renamed to `path`, the
+            identity changes.
+        state: size of the file in bytes, and time of its last change in nanoseconds.
     """
 
     path: Path
@@ -77,8 +78,9 @@ class FileState:
 
     @classmethod
     def of(cls, path: Path, file: io.FileIO | None = None) -> FileState:
-        """Return the current state of `file` if it is specified, otherwise of the file at
-        `path`."""
+        """Return the current state of `file`. If `file` is None, return the state of the file at
+        `path`.
+        """
         found = os.stat(path) if file is None else os.fstat(file.fileno())
         return cls(path, (found.st_dev, found.st_ino), (found.st_size, found.st_mtime_ns))
 
@@ -106,8 +108,8 @@ class StoredTensor:
     Attributes:
         file: state of the file when its header was read.
         name: name of the tensor in the file.
-        kind: safetensors name of the number format, such as F32 or BF16.
-        shape: sizes of the tensor.
+        kind: dtype of the tensor, under its safetensors name, such as F32 or BF16.
+        shape: shape of the tensor.
         offset: position of the tensor's first byte in the file.
     """
 
@@ -119,12 +121,12 @@ class StoredTensor:
 
     @property
     def path(self) -> Path:
-        """Path of the file."""
+        """Path of the file that contains the tensor."""
         return self.file.path
 
     @property
     def dtype(self) -> torch.dtype:
-        """Dtype of `kind`: one of `FLOAT_FORMATS`, or uint8."""
+        """torch dtype for `kind`. It is one of `FLOAT_FORMATS`, or uint8."""
         return torch.uint8 if self.kind == "U8" else FLOAT_FORMATS[self.kind]
 
     def read_into(self, target: Tensor) -> None:
@@ -143,7 +145,7 @@ class StoredTensor:
         start = 0
         for part in self._parts(_CHUNK_BYTES if flat.device.type == "cpu" else _GPU_CHUNK_BYTES):
             place = flat[start : start + len(part)]
-            # The dtype is converted on the target's device, which is faster on a GPU.
+            # Convert the dtype on the target's device, which is faster on a GPU.
             place.copy_(part if part.dtype == place.dtype else part.to(flat.device))
             start += len(part)
 
@@ -158,10 +160,10 @@ class StoredTensor:
         return result
 
     def has_values_of(self, other: StoredTensor) -> bool:
-        """Return True if `other`, a tensor of the same shape and any dtype, has equal values. NaN
-        is considered equal to NaN.
+        """Return True if all values of `other` are equal to this tensor's values. `other` must have
+        the same shape, but can have any dtype. NaN is considered equal to NaN.
         """
-        # Use chunks with the same number of elements, even if the dtypes differ.
+        # Use chunks with the same number of elements for both tensors, even if their dtypes differ.
         count = _CHUNK_BYTES // 8
         pairs = zip(
             self._parts(count * self.dtype.itemsize),
@@ -175,16 +177,16 @@ class StoredTensor:
 
     @classmethod
     def mean(cls, tensors: Sequence[StoredTensor]) -> Tensor:
-        """Return the mean of tensors of the same shape, fp32 on the CPU. The sum is computed in
-        fp64.
+        """Return the mean of several tensors of the same shape, as an fp32 tensor on the CPU. The
+        sum is computed in fp64.
 
         Raises:
             ModelError: a file can't be read, is shorter than its header specifies, or was replaced.
         """
         result = torch.empty(tensors[0].shape, dtype=torch.float32, device="cpu")
         flat, start = result.view(-1), 0
-        # Use chunks with the same number of elements, small enough that the chunks of all tensors
-        # fit in the cache.
+        # Use chunks with the same number of elements for all tensors. They must be so small that
+        # the chunks of all tensors fit in the cache.
         count = _CHUNK_BYTES // 32
         for parts in zip(*(one._parts(count * one.dtype.itemsize) for one in tensors), strict=True):
             total = parts[0].double()
@@ -196,7 +198,7 @@ class StoredTensor:
 
     @contextlib.contextmanager
     def _open(self) -> Iterator[io.FileIO]:
-        """Open the file, positioned at the tensor's first byte.
+        """Open the file and seek to the tensor's first byte.
 
         Raises:
             ModelError: the file can't be read, or was replaced after its header was read.
@@ -224,7 +226,7 @@ class StoredTensor:
                 yield part
 
     def _fill(self, flat: Tensor, file: io.FileIO) -> None:
-        """Read the next bytes of the file into a 1-D CPU tensor of the same dtype."""
+        """Read the next values of the file into a 1-D CPU tensor that has the file's dtype."""
         if not len(flat):
             return
         memory = flat.view(torch.uint8).numpy().data
@@ -256,7 +258,7 @@ def indexed_tensors(
     """Return the tensors of all files in an index, keyed by name.
 
     Args:
-        folder: folder of the index and its files.
+        folder: folder that contains the index and its files.
         index_name: file name of the index.
         read: function that returns the tensors of a file, keyed by name.
 
@@ -299,8 +301,8 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
                     f"{path} has a header of {length:,} bytes, more than the limit of "
                     f"{MAX_JSON_BYTES:,}"
                 )
-            # Check the length here, because safetensors maps the entire file before it checks the
-            # header.
+            # Check the header's length here, because safetensors maps the entire file before it
+            # checks the header.
             if not 0 < length <= state.state[0] - 8:
                 raise ModelError(
                     f"{path} is damaged or truncated, copy it again: its header would be "
@@ -336,15 +338,15 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
 
 
 def has_pickled_weights(folder: Path) -> bool:
-    """Return True if a model folder contains pickled weights but no safetensors."""
+    """Return True if a model folder contains pickled weights but no safetensors files."""
     return any(
         (folder / name).is_file() for name in (PICKLED_NAME, PICKLED_INDEX_NAME)
     ) and not any((folder / name).is_file() for name in (WEIGHTS_NAME, INDEX_NAME))
 
 
 def _repository_of(folder: Path) -> str | None:
-    """Return OWNER/NAME of the hub model in a snapshot folder of huggingface_hub's cache, or None
-    for any other folder.
+    """Return the name OWNER/NAME of the hub model whose snapshot in huggingface_hub's cache is this
+    folder. Return None for any other folder.
     """
     found = re.fullmatch(r"models--(.+?)--(.+)", folder.parent.parent.name)
     return f"{found[1]}/{found[2]}" if found and folder.parent.name == "snapshots" else None
@@ -450,9 +452,9 @@ def save_weights(
 
 # Experts in MXFP4
 
-#: Suffixes of the names of a stack's packed numbers and of its scales.
+#: Name suffixes of the two tensors of a stack, which contain its packed numbers and its scales.
 _BLOCKS, _SCALES = "_blocks", "_scales"
-#: Size of a block in bytes: 32 numbers of 4 bits each.
+#: Size of a block in bytes. A block contains 32 numbers of 4 bits each.
 _BLOCK_BYTES = 16
 
 #: The non-negative E2M1 numbers, in order of their codes 0 to 7. Bit 3 of a code is the sign.
@@ -466,8 +468,8 @@ class PackedTensor:
     In MXFP4, each block of 32 4-bit numbers (E2M1) shares an 8-bit scale (E8M0). Source: Open
     Compute Project 2023, "OCP Microscaling Formats (MX) Specification", version 1.0.
 
-    The files of gpt-oss store a stack of the experts' matrices, `NAME`, [E, in, out] in the model,
-    as two uint8 tensors:
+    The files of gpt-oss store a stack `NAME` of the experts' matrices as two uint8 tensors. In the
+    model, the stack has shape [E, in, out]. The two tensors are:
 
         NAME_blocks   [E, out, in / 32, 16]: two numbers per byte, the first in the low four bits
         NAME_scales   [E, out, in / 32]: exponents of the scales, plus 127
@@ -475,8 +477,8 @@ class PackedTensor:
     MXFP4 is never written, because its numbers are too coarse for the small updates of training.
 
     Attributes:
-        blocks: the packed numbers, uint8 [E, out, in / 32, 16].
-        scales: exponents of the blocks' scales, plus 127, uint8 [E, out, in / 32].
+        blocks: the packed numbers, uint8 of shape [E, out, in / 32, 16].
+        scales: exponents of the blocks' scales, plus 127, uint8 of shape [E, out, in / 32].
     """
 
     blocks: StoredTensor
@@ -484,7 +486,7 @@ class PackedTensor:
 
     @property
     def kind(self) -> str:
-        """Safetensors name of the number format after unpacking."""
+        """Safetensors name of the dtype after unpacking."""
         return "BF16"
 
     @property
@@ -494,30 +496,29 @@ class PackedTensor:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape in the model, [E, in, out]."""
+        """Shape of the stack in the model, [E, in, out]."""
         experts, rows, blocks, count = self.blocks.shape
         return experts, blocks * 2 * count, rows
 
     def has_values_of(self, other: object) -> bool:
-        """Return False. `require_fit` compares only the head and the embedding, which are never
-        packed.
-        """
+        """Return False. Only the head and the embedding are compared, and they are never packed."""
         return False
 
     def read_into(self, target: Tensor) -> None:
-        """Copy the unpacked values into a tensor [E, in, out] of any dtype, on any device.
+        """Unpack the values and copy them into a tensor of shape [E, in, out], with any dtype and
+        on any device.
 
         Raises:
             ModelError: a file can't be read, is shorter than its header specifies, or was replaced.
         """
-        # One expert at a time, because unpacking all at once would need as much memory as the
-        # model.
+        # Unpack one expert at a time, because unpacking all at once would need as much memory as
+        # the model.
         for number, place in enumerate(target.detach()):
             parts = (_matrix_of(tensor, number) for tensor in (self.blocks, self.scales))
             place.copy_(unpack_mxfp4(*parts).T)
 
     def read(self) -> Tensor:
-        """Return the unpacked values, bf16 [E, in, out], on the CPU.
+        """Return the unpacked values as a bf16 tensor of shape [E, in, out] on the CPU.
 
         Raises:
             ModelError: as in `read_into`.
@@ -531,37 +532,41 @@ AnyStored = StoredTensor | PackedTensor
 
 
 def _matrix_of(stored: StoredTensor, expert: int) -> Tensor:
-    """Read the bytes of one expert in a stack [E, ...]. Return uint8 [...]."""
+    """Read the bytes of one expert in a stack of shape [E, ...]. Return a uint8 tensor of shape
+    [...].
+    """
     shape = stored.shape[1:]
     place = stored.offset + expert * math.prod(shape)
     return dataclasses.replace(stored, shape=shape, offset=place).read()
 
 
 def unpack_mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:
-    """Unpack MXFP4 blocks to bf16 [..., in].
+    """Unpack MXFP4 blocks. Return bf16 values of shape [..., in].
 
     Args:
-        blocks: two E2M1 numbers per byte, the low four bits first, uint8 [..., in / 32, 16].
-        scales: exponents of the blocks' scales, plus 127, uint8 [..., in / 32].
+        blocks: two E2M1 numbers per byte, the low four bits first, uint8 of shape [..., in / 32,
+            16].
+        scales: exponents of the blocks' scales, plus 127, uint8 of shape [..., in / 32].
     """
     values = torch.tensor(_VALUES, dtype=torch.bfloat16)
     values = torch.cat((values, -values))
     every = torch.arange(256)
-    # In this table, both bf16 values of a byte form one int32, so a single lookup yields both.
+    # In this table, the two bf16 values of a byte form one int32, so a single lookup yields both of
+    # them.
     pairs = torch.stack((values[every & 15], values[every >> 4]), dim=1).view(torch.int32).flatten()
     numbers = pairs.index_select(0, blocks.flatten().int()).view(torch.bfloat16)
     numbers = numbers.view(*scales.shape, -1)
-    # Use ldexp instead of multiplying by the scale: the largest scale, 2^128, overflows bf16, but
+    # Use `ldexp` instead of multiplying by the scale. The largest scale, 2^128, overflows bf16, but
     # its product with a small number may not.
     return torch.ldexp(numbers, scales.int()[..., None] - 127, out=numbers).flatten(-2)
 
 
 def with_packed(stored: Mapping[str, StoredTensor]) -> dict[str, AnyStored]:
-    """Return the tensors of a folder, combining each pair `NAME_blocks`, `NAME_scales` into one
-    `PackedTensor` NAME.
+    """Return the tensors of a folder. Each pair `NAME_blocks` and `NAME_scales` is combined into
+    one `PackedTensor` with the name NAME.
 
     Raises:
-        ModelError: the shapes or dtypes of a pair don't match; the message names them.
+        ModelError: the shapes or dtypes of a pair do not match. The message names the pair.
     """
     found: dict[str, AnyStored] = {}
     for name, tensor in stored.items():

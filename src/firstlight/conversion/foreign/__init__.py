@@ -1,1 +1,3 @@
-"""Read checkpoints of other programs: one module per program, plus shared code."""
+"""Read checkpoints of other programs. Each program has its own module, and `layout` and `model` are
+shared.
+"""

@@ -1,8 +1,9 @@
-"""Code shared by the readers of all programs: tensor names, tensor shapes and settings.
+"""Describe the tensor names, tensor shapes and settings of other programs' models. All readers in
+this package share this code.
 
 A layout maps the name of each Hugging Face tensor to the names of the program's tensors from which
-the tensor is built. In these names, "{}" is the layer number. The shapes of the Hugging Face
-tensors are written in letters:
+it is built. In these names, "{}" stands for the layer number. The shapes of the Hugging Face
+tensors are written with these letters:
 
     V  vocabulary    P  positions    C  hidden size    F  MLP size    D  head dimension
     Q  query heads x head dimension    K  kv heads x head dimension
@@ -19,7 +20,8 @@ from torch import Tensor
 
 from firstlight.errors import ModelError
 
-#: (shape of the weight, shape of the bias or "") for each module of Hugging Face's GPT-2.
+#: Shape of the weight, and shape of the bias or "" if there is none, for each module of Hugging
+#: Face's GPT-2.
 GPT2_MODULES = {
     "transformer.wte": ("V C", ""),
     "transformer.wpe": ("P C", ""),
@@ -54,7 +56,8 @@ GPT2_SHAPES = {
     if shape
 }
 _LLAMA_SHAPES = {f"{module}.weight": shape for module, shape in LLAMA_MODULES.items()}
-#: The (Hugging Face tensor, dimension) from which the size of each letter is read, for each family.
+#: For each family, the Hugging Face tensor and dimension from which the size of each letter is
+#: read.
 SIZES = {
     "gpt2": {
         "V": ("transformer.wte.weight", 0),
@@ -86,10 +89,11 @@ class Layout:
         program: name of the program.
         kind: Hugging Face family whose tensor names are used: "gpt2", "nanochat" or "llama" (also
             for Mistral, Qwen2 and Qwen3, which use Llama's names).
-        mark: tensor name suffix that identifies the layout.
-        names: the program's tensors from which each Hugging Face tensor is built; if there are
-            several, they are stacked along the output dimension.
-        shapes: shapes of the Hugging Face tensors, in letters.
+        mark: suffix of a tensor name by which the layout is recognised.
+        names: for each Hugging Face tensor, the program's tensors from which it is built. If there
+            are several, they are stacked along the output dimension.
+        shapes: shapes of the Hugging Face tensors, written with the letters listed in the module's
+            docstring.
         optional: Hugging Face names of optional biases. A file contains either all or none of them.
         rotates_pairs: True if the rotary embedding rotates rows (2i, 2i + 1) of a head as a pair,
             False if it rotates rows (i, i + D/2), as in Hugging Face.
@@ -142,7 +146,7 @@ class Shape:
     Attributes:
         sizes: dimension sizes, keyed by shape letter.
         layers: number of layers.
-        tied: True if the output head equals the embedding.
+        tied: True if the output head shares its weight with the embedding.
         qkv_bias: True if a GPT model's query, key and value projections have biases.
     """
 
@@ -157,17 +161,17 @@ class Settings:
     """Settings of another program's model.
 
     Attributes:
-        found: settings from the files or fixed in the program's code, keyed as in a Hugging Face
-            config.json.
-        assumed: default values in the program's code, keyed in the same way. The caller may
-            override them.
-        notes: sentences for the user about assumed settings, keyed by setting.
-        choices: values that the program's code supports, keyed by setting.
-        model_args: settings under the program's own names. For a GPT, they are checked against the
-            tensors.
+        found: settings that are read from the files or fixed in the program's code. The keys are
+            those of a Hugging Face config.json.
+        assumed: default values from the program's code, with the same keys. The caller can override
+            them.
+        notes: messages to the user about assumed settings, keyed by setting.
+        choices: the values that the program's code supports for a setting, keyed by setting.
+        model_args: settings, keyed by the program's own names. For a GPT, they are checked against
+            the tensors.
         where: source of `model_args`, for messages.
-        sines: table of sines, [positions, head dimension], which older Llama checkpoints of
-            LLMs-from-scratch contain, or None.
+        sines: table of sines of shape [positions, head dimension], which older Llama checkpoints of
+            LLMs-from-scratch contain; None if there is no table.
     """
 
     found: Mapping[str, Any] = field(default_factory=dict)
@@ -181,13 +185,13 @@ class Settings:
 
 @dataclass(frozen=True)
 class Opened:
-    """Another program's model, as stored in its files.
+    """A model of another program, as it is stored in that program's files.
 
     Attributes:
         layout: names and shapes of the program's tensors.
         weights: tensors, keyed by the program's names. A tied head is included under both names.
         settings: settings from the files, and settings fixed or assumed by the program's code.
-        left_out: keys of the optimizer states in the file, which are not converted.
+        left_out: keys of the file's optimizer states, which are not converted.
     """
 
     layout: Layout
@@ -197,13 +201,13 @@ class Opened:
 
 
 def without_buffers(weights: Mapping[str, Any]) -> dict[str, Any]:
-    """Remove masks and rotary tables, which are not weights."""
+    """Remove attention masks and rotary tables, which are not weights."""
     buffers = (".attn.bias", ".att.mask", ".att.cos", ".att.sin", "rope.freqs")
     return {name: value for name, value in weights.items() if not name.endswith(buffers)}
 
 
 def tie(weights: dict[str, Any]) -> None:
-    """Use the embedding as the head if a model of Meta or torchtune has no separate head."""
+    """Use the embedding as the output head if a model of Meta or torchtune has no separate head."""
     if "tok_embeddings.weight" in weights:
         weights.setdefault("output.weight", weights["tok_embeddings.weight"])
 
@@ -218,8 +222,8 @@ def optimizer_states(content: Mapping[str, Any]) -> list[str]:
 
 
 def is_number(value: Any) -> bool:
-    """Return True for integers, floats and booleans. Booleans are numbers in Python, and some keys
-    have boolean values.
+    """Return True for integers, floats and booleans. Booleans are included because they are numbers
+    in Python and some keys have boolean values.
     """
     return isinstance(value, (int, float))
 

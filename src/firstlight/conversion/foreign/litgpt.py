@@ -1,5 +1,6 @@
-"""Llama-like models of litgpt (Lightning-AI/litgpt `litgpt/model.py`): a folder of `lit_model.pth`
-and `model_config.yaml`."""
+"""Read Llama-like models of litgpt (Lightning-AI/litgpt `litgpt/model.py`). A model is a folder
+with `lit_model.pth` and `model_config.yaml`.
+"""
 
 from __future__ import annotations
 
@@ -31,8 +32,8 @@ CONFIG = "model_config.yaml"
 #: Maximum size of model_config.yaml in bytes.
 _MAX_CONFIG_BYTES = 1_000_000
 
-#: Modules of litgpt for each module of Hugging Face's Llama. litgpt's fused matrix for queries,
-#: keys and values is split into [q], [k] and [v] when a file is opened.
+#: For each module of Hugging Face's Llama, the corresponding module of litgpt. litgpt's fused
+#: matrix for queries, keys and values is split into [q], [k] and [v] when a file is opened.
 _MODULES = {
     "model.embed_tokens": "transformer.wte",
     "model.layers.{}.input_layernorm": "transformer.h.{}.norm_1",
@@ -47,8 +48,8 @@ _MODULES = {
     "model.norm": "transformer.ln_f",
     "lm_head": "lm_head",
 }
-#: Additional tensors of Qwen2 (biases of queries, keys and values) and Qwen3 (norms of queries and
-#: keys) in litgpt.
+#: litgpt's additional tensors for Qwen2 (biases of queries, keys and values) and Qwen3 (norms of
+#: queries and keys).
 _BIASES = {
     f"model.layers.{{}}.self_attn.{x}_proj.bias": (f"transformer.h.{{}}.attn.qkv[{x}].bias",)
     for x in "qkv"
@@ -57,8 +58,8 @@ _NORMS = {
     f"model.layers.{{}}.self_attn.{x}_norm.weight": (f"transformer.h.{{}}.attn.norm_{x}.weight",)
     for x in "qk"
 }
-#: Keys of litgpt's model_config.yaml for which only certain values are supported. For each key:
-#: litgpt's default, which applies if the file lacks the key, and the supported values.
+#: Keys of litgpt's model_config.yaml for which only certain values are supported. Each key is
+#: mapped to litgpt's default, which applies if the file lacks the key, and to the supported values.
 _FIXED: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "norm_class_name": ("LayerNorm", ("RMSNorm",)),
     "mlp_class_name": ("GptNeoxMLP", ("LLaMAMLP",)),
@@ -85,7 +86,9 @@ _NEEDED = ("n_layer", "n_head", "n_embd", "intermediate_size", "block_size", "no
 
 
 def open_folder(folder: Path) -> Opened:
-    """Open a Llama-like model of litgpt: `lit_model.pth` and `model_config.yaml`."""
+    """Open a Llama-like model of litgpt, which consists of `lit_model.pth` and
+    `model_config.yaml`.
+    """
     path, config_path = folder / FILE, folder / CONFIG
     content = read_file(config_path, _MAX_CONFIG_BYTES)
     try:
@@ -109,7 +112,8 @@ def open_folder(folder: Path) -> Opened:
 
 def _cut_qkv(path: Path, weights: Mapping[str, Any], rows: Sequence[int]) -> dict[str, Any]:
     """Split litgpt's fused matrix `attn.qkv` into `attn.qkv[q]`, `attn.qkv[k]` and `attn.qkv[v]`.
-    `rows` contains the number of rows of each part."""
+    `rows` contains the number of rows in each part.
+    """
     cut: dict[str, Any] = {}
     for name, value in weights.items():
         match = re.fullmatch(r"(.*\.attn\.qkv)\.(weight|bias)", name)
@@ -150,7 +154,7 @@ def _settings(path: Path, values: Any) -> tuple[Settings, tuple[int, int, int]]:
     """Return the settings of a Llama-like model of litgpt, read from model_config.yaml.
 
     Returns:
-        The settings, and the number of rows for queries, keys and values in litgpt's fused matrix.
+        The settings, and the numbers of rows for queries, keys and values in litgpt's fused matrix.
 
     Raises:
         ModelError: a setting is missing or invalid, or the architecture is not supported.
@@ -203,7 +207,7 @@ def _settings(path: Path, values: Any) -> tuple[Settings, tuple[int, int, int]]:
 
 
 def _rope(path: Path, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `rope_parameters` of a Hugging Face config.json, from litgpt's settings."""
+    """Convert litgpt's settings to the `rope_parameters` of a Hugging Face config.json."""
     theta = values.get("rope_base", 10_000)
     if not is_number(theta):
         raise ModelError(f"{path}: rope_base is not a number: copy the file again")

@@ -1,5 +1,5 @@
-"""GPTs and Llamas of LLMs-from-scratch (rasbt/LLMs-from-scratch), the code of the book "Build a
-Large Language Model (From Scratch)".
+"""Read GPTs and Llamas of LLMs-from-scratch (rasbt/LLMs-from-scratch), the code of the book "Build
+a Large Language Model (From Scratch)".
 
 A checkpoint is a single file with the weights and, optionally, the optimizer state. The tensors
 have the names used in `pkg/llms_from_scratch/ch04.py`, `llama3.py` and `ch05/07_gpt_to_llama`.
@@ -24,11 +24,11 @@ from firstlight.conversion.foreign.layout import (
 )
 from firstlight.errors import ModelError
 
-#: Biases that the GPT lacks unless `qkv_bias` is set.
+#: Biases that the GPT has only if `qkv_bias` is set.
 QKV_BIAS = frozenset({"transformer.h.{}.attn.c_attn.bias"})
 
-#: Modules of `GPTModel` for each module of Hugging Face's GPT-2. If there are several, their
-#: weights are stacked along the output dimension.
+#: For each module of Hugging Face's GPT-2, the corresponding modules of `GPTModel`. If there are
+#: several, their weights are stacked along the output dimension.
 _GPT = {
     "transformer.wte": ("tok_emb",),
     "transformer.wpe": ("pos_emb",),
@@ -45,7 +45,7 @@ _GPT = {
     "transformer.ln_f": ("final_norm",),
     "lm_head": ("out_head",),
 }
-#: `GPTModelFast` has a single matrix for queries, keys and values.
+#: `GPTModelFast` uses a single matrix for queries, keys and values.
 _GPT_FAST = _GPT | {
     "transformer.h.{}.attn.c_attn": ("trf_blocks.{}.att.qkv",),
     "transformer.h.{}.attn.c_proj": ("trf_blocks.{}.att.proj",),
@@ -55,8 +55,8 @@ _GPT_FAST = _GPT | {
 def _gpt_layout(
     mark: str, modules: Mapping[str, tuple[str, ...]], norm: Mapping[str, str]
 ) -> Layout:
-    """Return the layout of a GPT. `norm` maps "weight" and "bias" to the program's names for the
-    tensors of a norm.
+    """Return the layout of a GPT. `norm` maps "weight" and "bias" to the program's names for a
+    norm's two tensors.
     """
     names = {}
     for module, (_, bias) in GPT2_MODULES.items():
@@ -68,8 +68,8 @@ def _gpt_layout(
 
 GPT_FAST = _gpt_layout(".att.qkv.weight", _GPT_FAST, {"weight": "weight", "bias": "bias"})
 GPT = _gpt_layout(".ff.layers.0.weight", _GPT, {"weight": "scale", "bias": "shift"})
-#: Layout of `Llama2Model`, `Llama3Model` and `Llama3ModelFast`. The rotary pairs are (i, i + D/2),
-#: as in Hugging Face.
+#: Layout of `Llama2Model`, `Llama3Model` and `Llama3ModelFast`. As in Hugging Face, the rotary
+#: embedding rotates rows (i, i + D/2) of a head as a pair.
 LLAMA = llama_layout(
     "LLMs-from-scratch",
     ".ff.fc1.weight",
@@ -93,7 +93,7 @@ LLAMA = llama_layout(
 def open_gpt(weights: Mapping[str, Any], layout: Layout) -> Opened:
     """Open a GPT; `layout` is `GPT` or `GPT_FAST`.
 
-    The activation may be ReLU, which some readers of the book use instead of GELU.
+    The activation can be GELU or ReLU, because some readers of the book replace GELU with ReLU.
     """
     settings = Settings(
         found={"layer_norm_epsilon": 1e-5},

@@ -1,5 +1,6 @@
-"""Meta's Llama (meta-llama/llama `llama/model.py`): a folder of `consolidated.*.pth` and
-`params.json`."""
+"""Read Meta's Llama (meta-llama/llama `llama/model.py`). A model is a folder with
+`consolidated.*.pth` and `params.json`.
+"""
 
 from __future__ import annotations
 
@@ -51,8 +52,8 @@ _CUT = {
     **dict.fromkeys(("wq", "wk", "wv", "w1", "w3", "output"), 0),
     **dict.fromkeys(("wo", "w2"), 1),
 }
-#: Known keys of params.json. Some are settings of the model; the others do not affect the model, or
-#: affect only the shapes of its tensors.
+#: Known keys of params.json. Some of them are settings of the model. The others do not affect the
+#: model, or affect only the shapes of its tensors.
 _KEYS = {
     "dim",
     "n_layers",
@@ -72,8 +73,8 @@ _KEYS = {
 }
 #: Keys of params.json that must not be null because they have no default.
 _NOT_NULL = ("dim", "n_layers", "n_heads", "vocab_size")
-#: Hidden sizes of Llama 3.2's text models (1B, 3B), whose rotary scaling factor is 32. Llama 3.1
-#: has a factor of 8.
+#: Hidden sizes of Llama 3.2's text models (1B and 3B). Their rotary scaling factor is 32, while
+#: that of Llama 3.1 is 8.
 _LLAMA_3_2_WIDTHS = (2048, 3072)
 
 
@@ -83,7 +84,9 @@ def files_in(folder: Path) -> list[Path]:
 
 
 def open_folder(folder: Path) -> Opened:
-    """Open Meta's Llama: `params.json`, and tensor-parallel shards in `consolidated.*.pth`."""
+    """Open Meta's Llama, which consists of `params.json` and tensor-parallel shards in
+    `consolidated.*.pth`.
+    """
     files = files_in(folder)
     missing = {f"consolidated.{i:02}.pth" for i in range(len(files))} - {f.name for f in files}
     if missing:
@@ -99,8 +102,8 @@ def open_folder(folder: Path) -> Opened:
 
 
 def _joined(files: Sequence[Path], shards: Sequence[Mapping[str, Tensor]]) -> dict[str, Any]:
-    """Join the shards in the files into full tensors. If there is only one file, return its tensors
-    unchanged.
+    """Join the shards in the files into full tensors. If there is only one file, its tensors are
+    returned unchanged.
     """
     if len(shards) == 1:
         return dict(shards[0])
@@ -118,7 +121,8 @@ def _joined(files: Sequence[Path], shards: Sequence[Mapping[str, Tensor]]) -> di
         module = name.split(".")[-2] if "." in name else name
         cut = _CUT.get(module)
         if module == "tok_embeddings" and tensor.dim() == 2:
-            # Llama 1 and 2 shard the embedding along its width, Llama 3 along its vocabulary.
+            # Llama 1 and 2 shard the embedding along its width; Llama 3 shards it along the
+            # vocabulary.
             cut = 0 if tensor.shape[1] == width else 1
         parts = [shard[name] for shard in shards]
         if cut is None:
@@ -174,8 +178,8 @@ def _settings(path: Path, params: Any) -> Settings:
             "wrong)."
         )
     # Llama 3.1 and 3.2 scale the rotary frequencies. The rotary base is 500,000 in Llama 3,
-    # 1,000,000 in Code Llama and 10,000 in Llama 1 and 2. Of these two, only Llama 1 has an epsilon
-    # of 1e-6.
+    # 1,000,000 in Code Llama and 10,000 in Llama 1 and 2. Llama 1 has a norm epsilon of 1e-6, which
+    # distinguishes it from Llama 2.
     context = 131_072 if scaled else {5e5: 8192, 1e6: 16_384}.get(theta, 4096)
     if theta == 10_000.0 and params.get("norm_eps") == 1e-6:
         context = 2048
@@ -183,7 +187,7 @@ def _settings(path: Path, params: Any) -> Settings:
         f"The context is assumed to be {context:,}, as in Meta's models with such settings (set "
         "max_position_embeddings in --config if that is wrong)."
     )
-    # Llama 1 and 2 store -1, which means that the tokenizer determines the vocabulary size.
+    # Llama 1 and 2 store -1 here, which means that the tokenizer determines the vocabulary size.
     vocabulary = params.get("vocab_size", -1)
     return Settings(
         found={

@@ -1,15 +1,15 @@
 """Read checkpoints of nanoGPT, nanochat, LLMs-from-scratch, OpenAI's GPT-2, Meta's Llama, litgpt
 and torchtune.
 
-The tensors are converted to Hugging Face's names and layout. The tensor names, files and settings
-of each program are described in a separate module.
+The tensors are converted to Hugging Face's names and layout. Each program has a separate module
+that describes its tensor names, files and settings.
 
 The config.json of the result combines the settings in the program's files, the caller's settings
 and the program's defaults. The caller's settings must not contradict the files. If neither the
 files nor the caller specify a setting, the program's default is used, and a note is added. If there
 is no default, the model is rejected with a message that asks for the setting.
 
-The names and shapes of the tensors do not fully determine a model. For example, a GPT of
+The names and shapes of its tensors do not fully determine a model. For example, a GPT of
 LLMs-from-scratch with sliding windows (`ch04/06_swa`) has the same tensors as a GPT without sliding
 windows.
 """
@@ -78,7 +78,7 @@ class ForeignModel:
             whose values did not have to be rearranged are memory-mapped, so they change if the file
             changes.
         program: name of the program.
-        notes: sentences for the user, for example about settings that were assumed.
+        notes: messages to the user, for example about settings that were assumed.
     """
 
     config: dict[str, Any]
@@ -160,8 +160,8 @@ def foreign_folder(path: Path) -> Path | None:
         return folder
     if (folder / meta.CONFIG).is_file() and meta.files_in(folder):
         return folder
-    # A folder without meta_STEP.json is accepted here; the error raised later names the missing
-    # file.
+    # Accept a folder without meta_STEP.json here, because the error that is raised later names the
+    # missing file.
     if path.is_dir() and nanochat.files_in(folder) and not (folder / CONFIG_NAME).is_file():
         return folder
     return folder if (folder / openai.CONFIG).is_file() and openai.bundles_in(folder) else None
@@ -228,7 +228,7 @@ def _layout_of(path: Path, weights: Mapping[str, Any]) -> Layout:
 def _config(
     path: Path, opened: Opened, shape: Shape, config: Mapping[str, Any]
 ) -> tuple[dict[str, Any], list[str]]:
-    """Return the model's config.json, and notes on the assumed settings."""
+    """Return the model's config.json, and notes about the assumed settings."""
     layout, settings = opened.layout, opened.settings
     given = given_config(path, config, layout.kind)
     if layout.kind != "gpt2":
@@ -238,8 +238,8 @@ def _config(
 
 
 def _turn_halves(tensors: dict[str, Tensor], head_dim: int) -> None:
-    """Replace the query and key projections in `tensors` with reordered ones: the rows of each head
-    change from rotary pairs (2i, 2i + 1) to Hugging Face's pairs (i, i + D/2).
+    """Reorder the rows of the query and key projections in `tensors`. In each head, the rotary
+    pairs change from rows (2i, 2i + 1) to rows (i, i + D/2), as in Hugging Face.
     """
     for name, tensor in tensors.items():
         if name.endswith(("q_proj.weight", "k_proj.weight")):
@@ -253,9 +253,9 @@ def _sources(
     """Return the number of layers, and the names of the program's tensors from which each Hugging
     Face tensor is built.
 
-    If a file of nanoGPT lacks the optional biases, their sources are (), which means that they are
-    set to zero. If a file of LLMs-from-scratch lacks the optional biases of queries, keys and
-    values, they are omitted from the result.
+    If a nanoGPT file lacks the optional biases, their lists of tensors are empty, which means that
+    the biases are set to zero. If an LLMs-from-scratch file lacks the optional biases of queries,
+    keys and values, these biases are omitted from the result.
     """
     # Count the layers by the layer numbers in the tensor names ("h0/" in OpenAI's names).
     first = next(theirs for names in layout.names.values() for theirs in names if "{}" in theirs)
@@ -279,8 +279,8 @@ def _sources(
 
 
 def _check_dtypes(path: Path, weights: Mapping[str, Any]) -> None:
-    """Reject weights that are not plain floating point, and tensors whose storage is smaller than
-    their shape requires (see `is_whole`). Quantised weights, for example, are useless without their
+    """Reject weights that are not plain floating-point tensors, and tensors whose storage is
+    smaller than their shape requires. Quantised weights, for example, are useless without their
     scales.
     """
     others = [
@@ -294,7 +294,9 @@ def _check_dtypes(path: Path, weights: Mapping[str, Any]) -> None:
 
 
 def _sizes(path: Path, weights: Mapping[str, Tensor], layout: Layout) -> dict[str, int]:
-    """Return the size of each letter in the layout's shapes, read from the tensors of `SIZES`."""
+    """Return the size of each letter in the layout's shapes. The sizes are read from the tensors
+    listed in `SIZES`.
+    """
     sizes = {}
     for letter, (ours, dimension) in SIZES[layout.kind].items():
         name = layout.names[ours][0].format(0)
@@ -311,8 +313,8 @@ def _shape_of(spec: str, sizes: Mapping[str, int]) -> list[int]:
 
 
 def _template(name: str) -> str:
-    """Return a tensor's name as used in the tables: `transformer.h.3.ln_1.weight` becomes
-    `transformer.h.{}.ln_1.weight`.
+    """Return a tensor's name in the form used in the layouts. For example,
+    `transformer.h.3.ln_1.weight` becomes `transformer.h.{}.ln_1.weight`.
     """
     return re.sub(r"\.\d+\.", ".{}.", name)
 
@@ -329,7 +331,8 @@ def _check_shapes(
     wrong = []
     for name, parts in sources.items():
         shape = _shape_of(layout.shapes[_template(name)], sizes)
-        # Convert to the program's order, in which parts are stacked along the first dimension.
+        # Convert the shape to the program's order, in which parts are stacked along the first
+        # dimension.
         if layout.is_transposed and _template(name) in TRANSPOSED:
             shape.reverse()
         for part in parts:
@@ -354,7 +357,7 @@ def _convert(
     tied: bool,
 ) -> tuple[dict[str, Tensor], list[str]]:
     """Return the tensors, keyed by Hugging Face name, and the names of the modules whose missing
-    biases were replaced by zeros.
+    biases were set to zero.
     """
     tensors, filled = {}, []
     for name, parts in sources.items():
@@ -406,9 +409,9 @@ _OTHER_KEYS = {
     "transformers_version",
     "_name_or_path",
 }
-#: Special token ids of a model without a tokenizer. They are always written, because Hugging Face's
-#: config classes would otherwise assume the special tokens of their original models. If there is a
-#: tokenizer, its ids replace these values.
+#: Special token ids for a model without a tokenizer. They are always written, because Hugging
+#: Face's config classes would otherwise assume the special tokens of the original models. If there
+#: is a tokenizer, its ids replace these values.
 _NO_SPECIAL_TOKENS = {"bos_token_id": None, "eos_token_id": None}
 
 
@@ -423,8 +426,8 @@ def given_config(path: Path, config: Mapping[str, Any], model_type: str) -> dict
     known = _OTHER_KEYS | (_GPT2_KEYS if is_gpt2 else _LLAMA_KEYS)
     given = {}
     for name, value in config.items():
-        # OpenAI's original GPT-2 config.json contains a dozen settings of an old classification
-        # head.
+        # OpenAI's original GPT-2 config.json contains a dozen settings for a classification head
+        # that is no longer used.
         if name not in known and not name.startswith("summary_"):
             raise ModelError(
                 f"{path} is a {model_type} model, whose config.json has no key "
@@ -438,7 +441,7 @@ def given_config(path: Path, config: Mapping[str, Any], model_type: str) -> dict
 def _merged(
     path: Path, assumed: dict[str, Any], given: dict[str, Any], found: dict[str, Any]
 ) -> dict[str, Any]:
-    """Merge the three configs; later arguments take precedence.
+    """Merge the three configs. Later arguments take precedence.
 
     Args:
         path: the file, for messages.
@@ -449,8 +452,8 @@ def _merged(
     Raises:
         ModelError: `given` contradicts `found`.
     """
-    # If the config has rope_parameters, a separate rope_theta (a key of transformers 4) would be
-    # ignored, so it must equal the rope_theta in rope_parameters.
+    # If the config has `rope_parameters`, a separate `rope_theta` (a key of transformers 4) would
+    # be ignored. It must therefore equal the value in `rope_parameters`.
     rope, told = {**assumed, **given, **found}.get("rope_parameters"), dict(found)
     if isinstance(rope, Mapping) and "rope_theta" in rope:
         told["rope_theta"] = rope["rope_theta"]
@@ -473,9 +476,9 @@ def gpt2_config(
 
     Args:
         path: the file, for messages.
-        shape: shape of the model, from its tensors.
+        shape: shape of the model, determined from its tensors.
         given: the caller's settings.
-        settings: settings from the program's files.
+        settings: settings read from the program's files.
 
     Raises:
         ModelError: two of `shape`, `given` and `settings` contradict each other, or the number of
@@ -526,12 +529,12 @@ def gpt2_config(
                 f"{' or '.join(map(repr, choices))}: correct {key} in the config"
             )
     checked = config_from_hf(config, f"{path}: config")
-    del config["qkv_bias"]  # `to_hf` adds the key only if there are no biases.
+    del config["qkv_bias"]  # `to_hf` adds this key only if there are no biases.
     return {**config, **checked.to_hf()}, notes
 
 
 def _guess_heads(path: Path, width: int) -> int:
-    """Return the number of heads, assuming a head dimension of 64, as in all of OpenAI's GPT-2
+    """Return the number of heads, assuming a head dimension of 64 as in all of OpenAI's GPT-2
     models.
     """
     if width % 64:
@@ -633,12 +636,12 @@ def _check_rope(path: Path, config: Any, sines: Tensor) -> None:
     Args:
         path: the file, for messages.
         config: the model's config.
-        sines: table [positions, head dimension], which may have been saved in bf16.
+        sines: table of shape [positions, head dimension], which may have been saved in bf16.
 
     Raises:
         ModelError: the frequencies differ from the table.
     """
-    # At position 1, the angles are the frequencies themselves.
+    # At position 1, the angles equal the frequencies.
     frequencies = rope_frequencies(config.head_dim, config.rope_theta, config.rope_scaling)
     saved = sines[1, : len(frequencies)].float()
     if not torch.allclose(saved, frequencies.sin(), rtol=1e-2, atol=1e-6):

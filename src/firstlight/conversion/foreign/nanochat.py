@@ -1,5 +1,6 @@
-"""The original nanochat model (karpathy/nanochat `nanochat/gpt.py` before 11 January 2026): a
-folder of `model_STEP.pt` and `meta_STEP.json` files, or one `model_STEP.pt` in such a folder.
+"""Read the original nanochat model (karpathy/nanochat `nanochat/gpt.py` before 11 January 2026). A
+model is a folder with `model_STEP.pt` and `meta_STEP.json` files, or one `model_STEP.pt` in such a
+folder.
 
 The original model has no value embeddings, residual scaling factors or sliding windows.
 """
@@ -19,7 +20,7 @@ from firstlight.conversion.pickled import is_whole
 from firstlight.errors import ModelError
 from firstlight.files.atomic import read_json
 
-#: (shape of the weight, nanochat's module) for each module of Hugging Face's nanochat.
+#: Shape of the weight, and name of nanochat's module, for each module of Hugging Face's nanochat.
 _MODULES = {
     "model.embed_tokens": ("V C", "transformer.wte"),
     "model.layers.{}.self_attn.q_proj": ("Q C", "transformer.h.{}.attn.c_q"),
@@ -37,7 +38,7 @@ LAYOUT = Layout(
     names={f"{ours}.weight": (f"{theirs}.weight",) for ours, (_, theirs) in _MODULES.items()},
     shapes={f"{ours}.weight": shape for ours, (shape, _) in _MODULES.items()},
 )
-#: Hugging Face's key for each of nanochat's keys that describe the shape of a model.
+#: Hugging Face's key for each nanochat key that describes the shape of a model.
 _KEYS = {
     "vocab_size": "vocab_size",
     "n_embd": "hidden_size",
@@ -47,7 +48,7 @@ _KEYS = {
     "sequence_len": "max_position_embeddings",
 }
 _FILE = re.compile(r"model_(\d+)\.pt")
-#: nanochat pads the rows of the embedding and head to a multiple of this number.
+#: nanochat pads the number of rows of the embedding and head to a multiple of this number.
 _ROWS = 64
 #: Maximum number of names in a message.
 _SHOWN = 12
@@ -91,8 +92,8 @@ def open_file(path: Path, weights: Mapping[str, Any]) -> Opened:
 
 
 def _settings(path: Path, meta: Any) -> Settings:
-    """Return a nanochat model's settings: the shape from meta_STEP.json and the values that
-    nanochat hard-codes.
+    """Return a nanochat model's settings. They consist of the model's shape, read from
+    meta_STEP.json, and the values that nanochat hard-codes.
 
     Raises:
         ModelError: a setting is missing or not a positive integer.
@@ -111,7 +112,7 @@ def _settings(path: Path, meta: Any) -> Settings:
         found={
             "model_type": "nanochat",
             **found,
-            # Default of F.rms_norm, which nanochat calls without an epsilon.
+            # nanochat uses the default epsilon of `F.rms_norm`.
             "rms_norm_eps": torch.finfo(torch.float32).eps,
             "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0},
             "final_logit_softcapping": 15.0,
@@ -122,7 +123,7 @@ def _settings(path: Path, meta: Any) -> Settings:
 
 def _require_first_form(path: Path, weights: Mapping[str, Any], settings: Settings) -> None:
     """Reject newer nanochat models. The message names the tensors and settings that the original
-    model lacks.
+    model did not have.
     """
     known = {name.replace("{}", "*") for names in LAYOUT.names.values() for name in names}
     found = dict.fromkeys(re.sub(r"\.\d+\.", ".*.", name) for name in weights)

@@ -1,4 +1,4 @@
-"""GPT models of nanoGPT (karpathy/nanoGPT `model.py`): a `ckpt.pt` file."""
+"""Read GPT models of nanoGPT (karpathy/nanoGPT `model.py`). A model is a `ckpt.pt` file."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def open_weights(content: Mapping[str, Any], weights: Mapping[str, Any]) -> Open
     """Open the model in a checkpoint.
 
     Args:
-        content: content of the file, with `model_args` unless it is a bare state_dict.
+        content: content of the file. It contains `model_args`, unless it is a bare state_dict.
         weights: the state_dict.
     """
     args = content.get("model_args")

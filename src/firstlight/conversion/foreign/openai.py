@@ -1,8 +1,8 @@
-"""OpenAI's GPT-2 as saved by TensorFlow (openai/gpt-2 `src/model.py`): a folder with `model.ckpt.*`
-and `hparams.json`.
+"""Read OpenAI's GPT-2 as saved by TensorFlow (openai/gpt-2 `src/model.py`). A model is a folder
+with `model.ckpt.*` and `hparams.json`.
 
-The checkpoint is read without TensorFlow, whose installation takes 600 MB. The checkpoint is a
-"tensor bundle", which consists of two files:
+The checkpoint is read without TensorFlow, which would take 600 MB to install. It is a "tensor
+bundle", which consists of two files:
 
     NAME.index                  a table in LevelDB's format, from sorted tensor names to protocol
                                 buffers with dtype, shape, position and checksum
@@ -40,16 +40,16 @@ from firstlight.weights.loading import first_names
 
 CONFIG = "hparams.json"
 
-#: Maximum size of an index in bytes; each tensor takes less than 100 bytes.
+#: Maximum size of an index in bytes. Each tensor takes less than 100 bytes.
 _MAX_INDEX_BYTES = 16_000_000
 _MAX_DIMENSIONS = 16
-#: Maximum number of tensors in an index, and of bytes in a name. A name is stored without the
-#: prefix that it shares with the previous name, so a small index could otherwise expand to any
-#: size.
+#: Maximum number of tensors in an index, and maximum length of a name in bytes. A name is stored
+#: without the prefix that it shares with the previous name, so a small index could otherwise expand
+#: to any size.
 _MAX_ENTRIES = 100_000
 _MAX_NAME_BYTES = 1_000
-#: Size in bytes of the footer at the end of a table: two block handles, padded to 40 bytes, and the
-#: magic number, which takes 8 bytes.
+#: Size in bytes of the footer at the end of a table. It contains two block handles, padded to 40
+#: bytes, and the magic number, which takes 8 bytes.
 _FOOTER = 48
 _MAGIC = struct.pack("<Q", 0xDB4775248B80FB57)
 #: Size in bytes of the trailer after a block: 1 byte for the compression type, and 4 bytes for the
@@ -63,7 +63,7 @@ _OTHER_DTYPES = {3: torch.int32, 9: torch.int64}
 
 #: Polynomial of CRC-32C (Castagnoli) in bit-reversed order.
 _POLYNOMIAL = 0x82F63B78
-#: Number of 4-byte words in a row, which `crc32c` processes at once with numpy.
+#: Number of 4-byte words in a row. `crc32c` processes one row at a time with numpy.
 _LANES = 4096
 
 
@@ -97,7 +97,9 @@ LAYOUT = Layout(
 
 
 def open_folder(folder: Path) -> Opened:
-    """Open OpenAI's GPT-2 as saved by TensorFlow: `model.ckpt.*` and `hparams.json`."""
+    """Open OpenAI's GPT-2 as saved by TensorFlow, which consists of `model.ckpt.*` and
+    `hparams.json`.
+    """
     bundles = bundles_in(folder)
     if len(bundles) > 1:
         names = [path.name for path in bundles]
@@ -105,7 +107,7 @@ def open_folder(folder: Path) -> Opened:
     prefix = bundles[0].with_suffix("")
     weights: dict[str, Any] = {}
     for name, tensor in read_bundle(prefix).items():
-        # OpenAI's linear layers are convolutions of width 1, with weights [1, in, out].
+        # OpenAI's linear layers are convolutions of width 1, with weights of shape [1, in, out].
         is_convolution = name.endswith("/w") and tensor.dim() == 3
         if is_convolution and len(tensor) != 1:
             raise ModelError(
@@ -149,8 +151,9 @@ class _BundleError(Exception):
 
 @dataclass(frozen=True)
 class _Entry:
-    """Entry of a tensor in the index. `offset` and `size` are the position and length of its values
-    in the data file, in bytes."""
+    """A tensor's entry in the index. `offset` and `size` are the position and length of the
+    tensor's values in the data file, in bytes.
+    """
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -197,7 +200,9 @@ def read_bundle(prefix: Path) -> dict[str, Tensor]:
 
 
 def _tensor(content: Tensor, name: str, entry: _Entry) -> Tensor:
-    """Return the tensor of an entry as a view of the data file's bytes, uint8 [N]."""
+    """Return the tensor of an entry. It is a view of the data file's bytes, a uint8 tensor of shape
+    [N].
+    """
     part = content[entry.offset : entry.offset + entry.size]
     if _masked(crc32c(part.numpy())) != entry.checksum:
         raise _BundleError(f"has values of {name} that don't match their checksum")
@@ -234,8 +239,9 @@ def _entries(table: bytes) -> Iterator[tuple[str, _Entry]]:
 
 
 def _header(key: bytes, value: bytes) -> dict[int, Any]:
-    """Check the first entry, whose name is empty, and return its fields: field 1 is the number of
-    data files, field 2 the byte order."""
+    """Check the first entry, whose name is empty, and return its fields. Field 1 is the number of
+    data files, and field 2 is the byte order.
+    """
     header = dict(_fields(value))
     if key:
         raise _BundleError("does not begin with a header")
@@ -291,8 +297,8 @@ def _block(table: bytes, offset: int, size: int) -> Iterator[tuple[bytes, bytes]
     (checksum,) = struct.unpack_from("<I", table, end + 1)
     if _masked(crc32c(np.frombuffer(table, np.uint8, size + 1, offset))) != checksum:
         raise _BundleError("has a block that does not match its checksum")
-    # A block ends with the positions of the keys that are stored in full ("restarts"), followed by
-    # the number of these positions.
+    # Some keys of a block are stored in full. The block ends with the positions of these keys,
+    # called restarts, followed by their number.
     (restarts,) = struct.unpack_from("<I", table, end - 4)
     position = offset
     stop = end - 4 - 4 * restarts
@@ -312,16 +318,17 @@ def _block(table: bytes, offset: int, size: int) -> Iterator[tuple[bytes, bytes]
 
 
 def _handle(content: bytes, position: int) -> tuple[tuple[int, int], int]:
-    """Return a block handle (offset and size of the block in bytes), and the position after the
-    handle."""
+    """Read a block handle. Return the block's offset and size in bytes, and the position after the
+    handle.
+    """
     offset, position = _varint(content, position)
     size, position = _varint(content, position)
     return (offset, size), position
 
 
 def _varint(content: bytes, position: int) -> tuple[int, int]:
-    """Return a varint (an integer in base 128, least significant digit first), and the position
-    after it.
+    """Read a varint, which is an integer in base 128 with the least significant digit first. Return
+    the integer and the position after it.
     """
     value = 0
     for shift in range(0, 70, 7):
@@ -336,8 +343,8 @@ def _varint(content: bytes, position: int) -> tuple[int, int]:
 
 
 def _fields(message: bytes) -> Iterator[tuple[int, int | bytes]]:
-    """Yield the numbers and contents of a protocol buffer's fields. Contents are bytes for wire
-    type 2, otherwise integers.
+    """Yield the numbers and contents of a protocol buffer's fields. The contents are bytes for wire
+    type 2, and integers for all other wire types.
     """
     position = 0
     while position < len(message):
@@ -358,26 +365,26 @@ def _fields(message: bytes) -> Iterator[tuple[int, int | bytes]]:
 
 
 def _masked(checksum: int) -> int:
-    """Return a checksum in the form stored by LevelDB ("masked"), which is safe for data that
-    itself contains checksums.
+    """Return a checksum in the "masked" form in which LevelDB stores it. This form is safe even if
+    the data itself contains checksums.
     """
     return ((checksum >> 15 | checksum << 17) + 0xA282EAD8) & 0xFFFFFFFF
 
 
 def crc32c(content: np.ndarray[Any, np.dtype[np.uint8]]) -> int:
-    """Return the CRC-32C (RFC 3720, appendix B.4) of `content`, uint8 [N].
+    """Return the CRC-32C (RFC 3720, appendix B.4) of `content`, a uint8 array of shape [N].
 
     The bytes are arranged as rows of `_LANES` words. Because the checksum is linear over GF(2),
-    each row can be advanced past the rows that follow it, and all rows can then be xored. The
-    resulting row has the same checksum as the entire content. This takes N / 16384 steps in numpy
-    instead of N steps in Python.
+    each row can be advanced past the rows that follow it, and all rows can then be combined with
+    XOR. The resulting row has the same checksum as the entire content. This takes N / 16384 steps
+    in numpy instead of N steps in Python.
     """
     rest = len(content) % 4
     body, tail = content[: len(content) - rest], content[len(content) - rest :].tobytes()
     state = 0xFFFFFFFF
     if len(body) > 4 * _LANES:
-        # The first row is padded with leading zeros, which do not change the checksum because the
-        # initial value is xored into the first word after them.
+        # The first row is padded with leading zeros, which do not change the checksum, because the
+        # initial value is combined by XOR with the first word after them.
         missing = -len(body) % (4 * _LANES)
         first = np.zeros(4 * _LANES, np.uint8)
         first[missing:] = body[: 4 * _LANES - missing]
@@ -398,8 +405,8 @@ def crc32c(content: np.ndarray[Any, np.dtype[np.uint8]]) -> int:
 
 @functools.cache
 def _byte_table() -> Sequence[int]:
-    """Return the CRC table: for each of the 256 byte values, the value to XOR into the shifted
-    checksum.
+    """Return the CRC table. For each of the 256 byte values, it contains the value to XOR into the
+    shifted checksum.
     """
     table = list(range(256))
     for _ in range(8):
@@ -409,8 +416,9 @@ def _byte_table() -> Sequence[int]:
 
 @functools.cache
 def _moved_by_a_row() -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-    """Return two tables, each uint32 [65536], indexed by the low and the high 16 bits of a word. An
-    entry is the word that these bits become when the checksum advances past one row of zeros.
+    """Return two uint32 tables of shape [65536], the first indexed by the low 16 bits of a word and
+    the second by its high 16 bits. An entry is the word that these bits become when the checksum
+    advances past one row of zeros.
     """
     table = np.array(_byte_table(), np.uint32)
     bits = np.uint32(1) << np.arange(32, dtype=np.uint32)

@@ -1,4 +1,6 @@
-"""torchtune's Llama (pytorch/torchtune `models/convert_weights.py`): a weights file."""
+"""Read torchtune's Llama (pytorch/torchtune `models/convert_weights.py`). A model is a single
+weights file.
+"""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""GGUF files, the format of llama.cpp: read and write models and their tokenizers."""
+"""Read and write models and tokenizers in GGUF, the file format of llama.cpp."""

@@ -1,7 +1,8 @@
-"""Metadata of GGUF files: conversion of a model's shape and settings from and to config.json.
+"""Convert a model's shape and settings between config.json and the metadata of GGUF files.
 
 `add_model` writes the metadata entries, and `config_of` reads them. `supported_model` rejects
-models that llama.cpp would compute differently. The tokenizer's entries are written by `writer`.
+models for which llama.cpp would compute different results. The module `writer` writes the
+tokenizer's entries.
 """
 
 from __future__ import annotations
@@ -49,8 +50,8 @@ KEPT_KEYS = (
     "topk_group",
     "use_sliding_window",
 )
-#: GGUF keys (without the architecture prefix) of the sizes that all families have, mapped to
-#: firstlight's keys.
+#: GGUF keys, without the architecture prefix, of the sizes that all families have. Each is mapped
+#: to firstlight's key.
 _SIZES = {
     "context_length": "max_position_embeddings",
     "embedding_length": "hidden_size",
@@ -75,10 +76,11 @@ _SAMPLING = {
     "min_p": "general.sampling.min_p",
     "repetition_penalty": "general.sampling.penalty_repeat",
 }
-#: GGUF keys for tokens that end a generation: the tokenizer's end-of-text token and two others.
+#: GGUF keys for the tokens that end a generation. These are the tokenizer's end-of-text token and
+#: two additional tokens.
 _ENDS = tuple(f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom"))
 
-#: Shapes of the tensors in a file, keyed by name, outermost dimension first.
+#: Shapes of the tensors in a file, keyed by tensor name. The outermost dimension comes first.
 Shapes = Mapping[str, tuple[int, ...]]
 
 #: Minimum number of tensors per layer in any family.
@@ -101,17 +103,17 @@ ARCHITECTURES = {
     if family.spec.gguf.architecture
 }
 
-#: Exclusive upper limit for integers in GGUF metadata, most of which llama.cpp reads as int32.
+#: Exclusive upper limit for integers in GGUF metadata. llama.cpp reads most of them as int32.
 _MOST = 2**31
 
 
 def add_model(writer: GGUFWriter, config: Mapping[str, Any], model: Any) -> None:
-    """Add the entries that describe a model's shape to llama.cpp, and the entry firstlight.config.
+    """Add the entries from which llama.cpp reads a model's shape, and the entry firstlight.config.
 
     Args:
         writer: the writer of the GGUF file.
         config: content of Hugging Face's config.json.
-        model: the corresponding model config, from `supported_model`.
+        model: the corresponding model config, as returned by `supported_model`.
     """
     family = model.family
     writer.add_type("model")
@@ -164,8 +166,8 @@ def add_sampling(writer: GGUFWriter, generation: Mapping[str, Any]) -> None:
 
 
 def generation_of(metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """Build the content of generation_config.json, which consists of sampling settings and the
-    tokens that end a text, from a file's metadata.
+    """Build the content of generation_config.json from a file's metadata. It consists of sampling
+    settings and end-of-text tokens.
     """
     content: dict[str, Any] = {}
     for name, key in _SAMPLING.items():
@@ -175,14 +177,14 @@ def generation_of(metadata: Mapping[str, Any]) -> dict[str, Any]:
     if "temperature" in content:
         content["do_sample"] = content["temperature"] != 0
         if not content["do_sample"]:
-            del content["temperature"]  # transformers refuses to write a temperature of 0.
+            del content["temperature"]  # transformers refuses to save a temperature of 0.
     if ends := [metadata[key] for key in _ENDS if type(metadata.get(key)) is int]:
         content["eos_token_id"] = ends
     return content
 
 
 def _cached_sizes(model: Any) -> tuple[int, int, int]:
-    """Return (heads, size of a key, size of a value) in llama.cpp's cache.
+    """Return the number of heads, the size of a key and the size of a value in llama.cpp's cache.
 
     With latent attention, a single head is cached. Its key consists of the KV latent and the
     rotated part of the key, and its value is the KV latent.
@@ -197,8 +199,8 @@ def _add_rope_scaling(writer: GGUFWriter, model: Any) -> dict[str, Any]:
     """Add the entries for the scaling of rotary positions.
 
     Returns:
-        An entry for firstlight.config with the settings, or {} if GGUF's entries represent all of
-        them.
+        A dict with the settings to store in firstlight.config, or {} if GGUF's entries represent
+        all settings.
     """
     import gguf
 
@@ -209,8 +211,8 @@ def _add_rope_scaling(writer: GGUFWriter, model: Any) -> dict[str, Any]:
         writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
         writer.add_rope_scaling_factor(scaling.factor)
         return {}
-    # For Llama 3, the file contains only the frequency divisors (see `rope_factors`), from which
-    # the settings can't be recovered.
+    # For Llama 3, the file contains only the frequency divisors returned by `rope_factors`. The
+    # settings can't be recovered from them.
     if not isinstance(scaling, Llama3Rope):
         magnitude = rope_magnitude(scaling, model.max_position_embeddings)
         if isinstance(scaling, YarnRope):
@@ -218,7 +220,7 @@ def _add_rope_scaling(writer: GGUFWriter, model: Any) -> dict[str, Any]:
             writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
             writer.add_rope_scaling_factor(scaling.factor)
             if multiplier:
-                # For DeepSeek, llama.cpp divides the entry by 0.1.
+                # For DeepSeek, llama.cpp divides this entry by 0.1.
                 writer.add_rope_scaling_yarn_log_mul(0.1 * multiplier)
         writer.add_rope_scaling_orig_ctx_len(scaling.original_max_position_embeddings)
         writer.add_rope_scaling_attn_factors(magnitude)
@@ -226,11 +228,11 @@ def _add_rope_scaling(writer: GGUFWriter, model: Any) -> dict[str, Any]:
 
 
 def _yarn_factors(model: Any) -> tuple[float, float]:
-    """Return YaRN's parameters for llama.cpp: (attn_factor, m).
+    """Return YaRN's parameters attn_factor and m for llama.cpp.
 
-    attn_factor scales cos and sin. If m is 0, llama.cpp also multiplies them by YaRN's default
-    magnitude. m scales DeepSeek's attention scores: llama.cpp multiplies the scores by the square
-    of attn_factor and by the square of 1 + 0.1 m ln(factor).
+    The parameter attn_factor scales cos and sin. If m is 0, llama.cpp also multiplies cos and sin
+    by YaRN's default magnitude. The parameter m scales DeepSeek's attention scores, which llama.cpp
+    multiplies by the square of attn_factor and by the square of 1 + 0.1 m ln(factor).
     """
     rope = model.rope_scaling
     wanted, own = rope_magnitude(rope, model.max_position_embeddings), yarn_magnitude(rope.factor)
@@ -242,8 +244,8 @@ def _yarn_factors(model: Any) -> tuple[float, float]:
 
 
 def rope_factors(model: Any) -> dict[str, Tensor]:
-    """Return the tensors with divisors of the rotary frequencies, fp32 [rotary_dim / 2], keyed by
-    GGUF name. Only the rope types "llama3" and "longrope" have such tensors.
+    """Return the divisors of the rotary frequencies, as fp32 tensors of shape [rotary_dim / 2],
+    keyed by GGUF name. Only the rope types "llama3" and "longrope" have such tensors.
     """
     scaling = getattr(model, "rope_scaling", None)
     if isinstance(scaling, LongRope):
@@ -257,7 +259,7 @@ def rope_factors(model: Any) -> dict[str, Tensor]:
 
 
 def llama3_factors(scaling: Llama3Rope, theta: float, rotary_dim: int) -> Tensor:
-    """Return the divisors of the rotary frequencies for llama.cpp, fp32 [rotary_dim / 2].
+    """Return the divisors of the rotary frequencies for llama.cpp, fp32 of shape [rotary_dim / 2].
 
     Source: the frequency scaling of Llama 3.1 (meta-llama/llama-models `apply_scaling`).
     """
@@ -287,7 +289,7 @@ def _add_windows(writer: GGUFWriter, model: Any) -> None:
     """Add the entries for the sliding window and for the rotary base of layers with a window."""
     window, spec = model.sliding_window, model.family.gguf
     if window is None and spec.needs_window:
-        # llama.cpp requires a window for this family, so use one that covers the full context.
+        # llama.cpp requires a window for this family, so use a window that covers the full context.
         window = model.max_position_embeddings
     if window is not None:
         writer.add_sliding_window(window)
@@ -296,16 +298,17 @@ def _add_windows(writer: GGUFWriter, model: Any) -> None:
 
 
 class _Values:
-    """The metadata entries of a GGUF file whose names have the form `ARCHITECTURE.KEY`. `whole` and
-    `real` check the type of a value."""
+    """Metadata entries of a GGUF file whose names have the form `ARCHITECTURE.KEY`. The methods
+    `whole` and `real` also check the type of a value.
+    """
 
     def __init__(self, metadata: Mapping[str, Any], architecture: str) -> None:
         self._metadata = metadata
         self.architecture = architecture
 
     def whole(self, key: str, default: int | None = None) -> int:
-        """Return the value if it is an integer. Raise a ModelError for any other value, such as a
-        list with one integer per layer.
+        """Return the value of a key, which must be an integer. Raise a ModelError for any other
+        value, such as a list with one integer per layer.
         """
         value = self.get(key, default)
         if not isinstance(value, int) or isinstance(value, bool):
@@ -313,8 +316,9 @@ class _Values:
         return value
 
     def real(self, key: str, default: float | None = None) -> float:
-        """Return the value if it is a finite float; otherwise raise a ModelError. The value is
-        rounded to the decimal precision of fp32, because GGUF stores floats in fp32.
+        """Return the value of a key, which must be a finite float. Raise a ModelError for any other
+        value. The result is rounded to the decimal precision of fp32, because GGUF stores floats in
+        fp32.
         """
         value = self.get(key, default)
         if not isinstance(value, float) or not math.isfinite(value):
@@ -322,7 +326,7 @@ class _Values:
         return float(str(np.float32(value)))
 
     def get(self, key: str, default: Any = None) -> Any:
-        """Return the value without checking it."""
+        """Return the value of a key without checking its type."""
         return self._metadata.get(f"{self.architecture}.{key}", default)
 
 
@@ -333,8 +337,8 @@ def config_of(
 
     Args:
         metadata: entries of the file.
-        stored: shapes of the file's tensors, except those in `factors`.
-        factors: the file's tensors with divisors of the rotary frequencies, keyed by name.
+        stored: shapes of the file's tensors, except for those in `factors`.
+        factors: the file's tensors that contain divisors of the rotary frequencies, keyed by name.
 
     Raises:
         ModelError: the file is damaged, or the model's family or settings are not supported.
@@ -349,8 +353,8 @@ def config_of(
     rotary = FAMILIES[_families_of(architecture)[0]].config.has_rotary
     kept = _kept(metadata, architecture)
     layers, embedding = values.whole("block_count"), stored.get("token_embd.weight")
-    # Check the number of layers first, because `tensor_rules` would run almost endlessly for a
-    # damaged number.
+    # Check the number of layers first, because `tensor_rules` would run almost forever if the
+    # number is damaged.
     if embedding is None or layers > len(stored) // _LAYER_TENSORS:
         raise ModelError(f"the file contains {len(stored)} tensors, too few for {layers} layers")
     config: dict[str, Any] = {
@@ -363,8 +367,8 @@ def config_of(
         if isinstance(token_id := metadata.get(f"tokenizer.ggml.{name}"), int):
             config[name] = token_id
     if rotary:
-        # The key is written because some of transformers' config classes have a default id, which
-        # may exceed the vocabulary.
+        # Write this key, because some of transformers' config classes have a default id that may
+        # exceed the vocabulary.
         config["pad_token_id"] = None
         config |= _rope_config(values, kept, factors, config)
     family = FAMILIES[config["model_type"]].spec
@@ -404,7 +408,7 @@ def _gpt2_config(values: _Values) -> dict[str, Any]:
 
 
 def _llama_config(values: _Values, kept: Mapping[str, Any], stored: Shapes) -> dict[str, Any]:
-    """Return the config of a family with rotary positions, under firstlight's keys. The rotary
+    """Return the config of a family with rotary positions, with firstlight's keys. The rotary
     settings are not included.
     """
     sizes = {ours: values.whole(key) for key, ours in _SIZES.items()}
@@ -418,8 +422,8 @@ def _llama_config(values: _Values, kept: Mapping[str, Any], stored: Shapes) -> d
     is_whole = rotary_dim == head_dim or "partial_rotary_factor" in family.own_keys
     value_dim = values.whole("attention.value_length", head_dim)
     if is_latent:
-        # llama.cpp's key length includes both the KV latent and the rotated part; Hugging Face's
-        # head_dim is only the rotated part.
+        # llama.cpp's key length includes both the KV latent and the rotated part. Hugging Face's
+        # head_dim includes only the rotated part.
         head_dim = rotary_dim
     elif value_dim != head_dim or not is_whole:
         raise ModelError(
@@ -435,7 +439,7 @@ def _llama_config(values: _Values, kept: Mapping[str, Any], stored: Shapes) -> d
         "head_dim": head_dim,
         family.activation_key: family.activation,
         "rms_norm_eps": values.real(f"attention.{eps}"),
-        # The key is written even if there is no window, because Mistral has one by default.
+        # Write this key even if there is no window, because Mistral has a window by default.
         "sliding_window": window or None,
     }
     if "attention_bias" in family.own_keys:
@@ -493,8 +497,8 @@ def _linear_config(values: _Values) -> dict[str, Any]:
 def _layer_config(
     values: _Values, stored: Shapes, family: FamilySpec, config: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return the config entries for families in which the layers differ from Llama's layers or from
-    one another.
+    """Return the config entries for families whose layers differ from Llama's layers or from each
+    other.
     """
     own, found = family.own_keys, dict[str, Any]()
     if "query_pre_attn_scalar" in own:
@@ -523,9 +527,10 @@ def _families_of(architecture: str) -> list[str]:
 
 
 def _family_of(values: _Values, experts: int, window: int) -> str:
-    """Return the `model_type` of the first family of the architecture that has the file's gating
-    function and supports its experts and window (0 means none). If there is no such family, return
-    the first one that has the gating function.
+    """Return the `model_type` of the architecture's first family that fits the file. It must have
+    the file's gating function. It must have experts if and only if `experts` is not 0, and support
+    a sliding window if `window` is not 0. If no family fits, return the first one that has the
+    gating function.
     """
     gating = "sigmoid" if values.get("expert_gating_func") == _SIGMOID else "softmax"
     forms = {name: FAMILIES[name].spec.gguf for name in _families_of(values.architecture)}
@@ -546,8 +551,8 @@ def _expert_config(
     layers = values.whole("block_count")
     routers = (stored.get(f"blk.{layer}.ffn_gate_inp.weight") for layer in range(layers))
     router = next((shape for shape in routers if shape is not None), None)
-    # Check the number of experts first, because `tensor_rules` yields tensors for each expert. An
-    # expert has three matrices with at least one element each.
+    # Check the number of experts first, because `tensor_rules` yields tensors for each expert. Each
+    # expert has three matrices with at least one element.
     numbers = sum(math.prod(shape) for shape in stored.values())
     if router is None or router[0] != experts or 3 * layers * experts > numbers:
         raise ModelError(f"the file is damaged: its routers do not have {experts} experts")
@@ -605,8 +610,8 @@ def _rope_config(
 
 
 def _longrope_scaling(values: _Values, known: Any, factors: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Return LongRoPE's settings: `known` (from firstlight.config) or, if it is missing, the
-    settings in the file's entries.
+    """Return LongRoPE's settings. These are `known`, which comes from firstlight.config, or the
+    settings in the file's entries if `known` is missing.
     """
     if isinstance(known, dict):
         return {**known, "rope_type": "longrope"}
@@ -620,8 +625,8 @@ def _longrope_scaling(values: _Values, known: Any, factors: Mapping[str, Tensor]
 
 
 def _yarn_scaling(values: _Values, known: Any) -> dict[str, Any]:
-    """Return YaRN's settings: `known` (from firstlight.config) or, if it is missing, the settings
-    in the file's entries.
+    """Return YaRN's settings. These are `known`, which comes from firstlight.config, or the
+    settings in the file's entries if `known` is missing.
     """
     if isinstance(known, dict):
         return {**known, "rope_type": "yarn"}
@@ -636,7 +641,8 @@ def _yarn_scaling(values: _Values, known: Any) -> dict[str, Any]:
     if FAMILIES[_families_of(values.architecture)[0]].spec.gguf.layer == "latent":
         if own != 1:
             raise ModelError(f"yarn with an attn_factor of {own} is not supported: it must be 1")
-        # Invert `_yarn_factors`. The file contains 0.1 m, because llama.cpp divides it by 0.1.
+        # Invert `_yarn_factors`. The file contains 0.1 m, because llama.cpp divides this value by
+        # 0.1.
         multiplier = round(multiplier / 0.1, 6)
         if multiplier:
             return {**scaling, "mscale": multiplier, "mscale_all_dim": multiplier}
@@ -646,12 +652,12 @@ def _yarn_scaling(values: _Values, known: Any) -> dict[str, Any]:
 
 
 def _llama3_scaling(known: Any, theta: float, factors: Tensor, rotary_dim: int) -> dict[str, Any]:
-    """Return Llama 3's rotary settings: `known` (from firstlight.config) or, if it is missing,
-    `_LLAMA3`.
+    """Return Llama 3's rotary settings. These are `known`, which comes from firstlight.config, or
+    `_LLAMA3` if `known` is missing.
 
     Raises:
-        ModelError: these settings do not result in the file's frequency divisors, `factors`, fp32
-            [rotary_dim / 2].
+        ModelError: these settings do not result in the file's frequency divisors `factors`, which
+            are fp32 of shape [rotary_dim / 2].
     """
     scaling = known if isinstance(known, dict) else {"factor": factors.max().item(), **_LLAMA3}
     scaling = {**scaling, "rope_type": "llama3"}
@@ -687,8 +693,8 @@ def supported_model(config: Mapping[str, Any]) -> Any:
                 f"llama.cpp does not support {model_type} with {key} {value!r}: GGUF requires "
                 f"{values[0]!r}"
             )
-    # Omit derived keys: they are computed from other keys, and the config classes of some families
-    # do not accept them.
+    # Omit derived keys. They are computed from other keys, and some families' config classes do not
+    # accept them.
     model = config_from_hf(
         {key: value for key, value in config.items() if key not in family.derived_keys},
         "config.json",
@@ -701,14 +707,15 @@ def supported_model(config: Mapping[str, Any]) -> Any:
 
 
 def _fixed(model_type: str) -> dict[str, tuple[Any, ...]]:
-    """Return the settings for which llama.cpp supports only certain values in a family; see
-    `GGUFSpec.fixed`."""
+    """Return the settings of a family for which llama.cpp supports only certain values. The format
+    is that of `GGUFSpec.fixed`.
+    """
     family = FAMILIES[model_type].spec
     fixed = dict(family.gguf.fixed)
     if not FAMILIES[model_type].config.has_rotary:
         return fixed
     # llama.cpp uses the tanh approximation of GELU instead of the exact function. The two are so
-    # close that the difference is reported as a note (`gguf_notes`) and not as an error.
+    # close that `gguf_notes` reports the difference as a note, and no error is raised.
     if family.activation != "gelu":
         fixed[family.activation_key] = (family.activation,)
     if "partial_rotary_factor" not in family.own_keys:
@@ -724,7 +731,7 @@ def _check_computed(family: FamilySpec, model: Any) -> None:
         model: the model's config.
 
     Raises:
-        ModelError: the model has such a setting; the message names it.
+        ModelError: the model has such a setting. The message names the setting.
     """
     rope = getattr(model, "rope_scaling", None)
     kind = "default" if rope is None else rope.rope_type
@@ -794,7 +801,8 @@ def _wrong_latents(model: Any, spec: GGUFSpec) -> Iterator[str]:
     """Yield the settings of latent attention with which llama.cpp would compute a different
     result."""
     layers, rope = model.num_hidden_layers, model.rope_scaling
-    # llama.cpp recognises models without q_lora_rank by these sizes and does not read the key.
+    # llama.cpp recognises models without q_lora_rank by these sizes; it does not read q_lora_rank
+    # itself.
     lacks_rank = layers in (26, 27) or (layers == 48 and model.vocab_size == 128256)
     if model.q_lora_rank is not None and lacks_rank:
         yield f"q_lora_rank in {layers} layers: only null"

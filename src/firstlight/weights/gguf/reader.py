@@ -1,7 +1,7 @@
-"""Read GGUF files as a Hugging Face config and tensors.
+"""Read a GGUF file as a Hugging Face config and tensors.
 
 All quantised formats that the gguf package can dequantise are supported. Every length is compared
-with the size of the file before it is used. A damaged file therefore results in an error; it can't
+with the size of the file before it is used. A damaged file therefore results in an error and can't
 make the reader hang or use up all memory. The format is described in ggml-org/ggml `docs/gguf.md`.
 """
 
@@ -44,17 +44,17 @@ _VERSIONS = (2, 3)
 _FACTORS = (ROPE_FACTORS, ROPE_FACTORS_LONG, ROPE_FACTORS_SHORT)
 #: Ids of GGUF's value types "string" and "array".
 _STRING, _ARRAY = 8, 9
-#: `struct` format character for each id of GGUF's scalar value types.
+#: `struct` format characters of GGUF's scalar value types, keyed by the type's id.
 _SCALARS = {**dict(enumerate("BbHhIif?")), 10: "Q", 11: "q", 12: "d"}
 #: Maximum number of values in a file's metadata. Each value takes about 100 bytes of memory. A
 #: vocabulary of 262,144 tokens with its merges has 1.3 million values.
 _MOST_VALUES = 2_000_000
-#: Maximum number of tensors in a file. Models have up to 3,000 tensors, because the experts of a
+#: Maximum number of tensors in a file. Models have at most 3,000 tensors, because the experts of a
 #: layer are stacked.
 _MOST_TENSORS = 20_000
-#: Maximum position of metadata in a file, in bytes. A vocabulary of 262,144 tokens with its merges
-#: takes 10 MB. The file size is not a sufficient limit, because a sparse file can have any size
-#: without taking disk space.
+#: Maximum position in a file, in bytes, at which metadata can be stored. A vocabulary of 262,144
+#: tokens with its merges takes 10 MB. The file size is not a sufficient limit, because a sparse
+#: file can have any size without taking disk space.
 _MOST_METADATA_BYTES = 1 << 28
 #: Maximum number of rotary factors. There is one factor for every two elements of a head.
 _MOST_FACTORS = 1 << 16
@@ -144,8 +144,8 @@ def gguf_folder(path: Path) -> Path:
         StorageError: the cache can't be written.
     """
     stat, parent = path.stat(), cache_folder() / "gguf"
-    # Size and modification time are not sufficient: unpacking a different file from an archive can
-    # leave both unchanged.
+    # The size and the modification time are not sufficient, because unpacking a different file from
+    # an archive can leave both unchanged.
     state = stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns
     place, version = (
         hashlib.sha256(text.encode("utf-8", "surrogateescape")).hexdigest()[:16]
@@ -162,8 +162,8 @@ def gguf_folder(path: Path) -> Path:
         model = read_gguf(path)
         tokenizer = model.tokenizer()
         say(f"{path} is opened for the first time: storing its weights in fp32 in {folder}")
-        # Remove the folders of earlier states of the file, including those that killed processes
-        # left incomplete.
+        # Remove the folders of earlier versions of the file, including incomplete folders left
+        # behind by processes that were killed.
         for old in parent.glob(f"*{place}-*"):
             remove_folder(old)
         config = {**model.config, "dtype": "float32", "torch_dtype": "float32"}
@@ -181,12 +181,12 @@ def gguf_folder(path: Path) -> Path:
 
 @dataclass(frozen=True)
 class GGUFTensor:
-    """Entry of a tensor in a GGUF file.
+    """Description of a tensor in a GGUF file.
 
     Attributes:
         shape: sizes, outermost dimension first (the reverse of the file's order).
         kind: id of the ggml type.
-        offset: position of the tensor's first byte after the start of the data section.
+        offset: position of the tensor's first byte, relative to the start of the data section.
     """
 
     shape: tuple[int, ...]
@@ -203,7 +203,7 @@ class GGUFParser:
 
     Raises:
         ModelError: raised by every method if the file is damaged, truncated or not supported.
-        UnicodeDecodeError: raised by `parse` if a text is not UTF-8.
+        UnicodeDecodeError: raised by `parse` if a string is not valid UTF-8.
     """
 
     def __init__(self, file: BinaryIO, size: int) -> None:
@@ -214,8 +214,8 @@ class GGUFParser:
         """Parse the header.
 
         Returns:
-            The metadata; the entries of the tensors, keyed by name; and the position of the data
-            section.
+            The metadata, the descriptions of the tensors (keyed by name), and the position of the
+            data section.
         """
         if self._size < 4 or self._take(4) != b"GGUF":
             raise ModelError("this is not a GGUF file")
@@ -245,7 +245,8 @@ class GGUFParser:
         return metadata, stored, -(-self._position // alignment) * alignment
 
     def require_apart(self, stored: Mapping[str, GGUFTensor]) -> None:
-        """Raise an error if tensors overlap, because a small file could then use unlimited memory.
+        """Raise an error if tensors overlap. If they could, a small file could use unlimited
+        memory.
 
         Raises:
             ModelError: the total size of the tensors exceeds the size of the file.
@@ -277,11 +278,12 @@ class GGUFParser:
 
         Args:
             name: name of the tensor, for messages.
-            stored: entry of the tensor.
-            data_start: position of the data section, from `parse`.
+            stored: description of the tensor.
+            data_start: position of the data section, as returned by `parse`.
         """
         gguf = import_gguf()
-        # Rotary factors are read before their shape can be compared with the config.
+        # Limit the number of rotary factors here, because they are read before their shape can be
+        # compared with the config.
         if name in _FACTORS and math.prod(stored.shape) > _MOST_FACTORS:
             raise ModelError(f"the file is damaged: tensor {name} has shape {list(stored.shape)}")
         kind, row_bytes = self._kind_of(name, stored)
@@ -296,7 +298,8 @@ class GGUFParser:
         return torch.from_numpy(values.astype(np.float32)).reshape(stored.shape)
 
     def _take(self, count: int) -> bytes:
-        # Check before reading, because `read` would allocate memory for a damaged length.
+        # Check the length before reading, because `read` would allocate memory even if the length
+        # is damaged.
         if count > self._size - self._position:
             raise ModelError("the file is damaged or truncated")
         self._position += count
@@ -304,7 +307,8 @@ class GGUFParser:
 
     def _count(self, values: int) -> None:
         """Add `values` to the number of metadata values, and raise an error if there are too many.
-        This is called before the values are read."""
+        Call this method before reading the values.
+        """
         self._values += values
         if self._values > _MOST_VALUES:
             raise ModelError(

@@ -1,8 +1,8 @@
 """Map the tensors of a GGUF file to Hugging Face tensors and back.
 
-`writer` applies the rules from `tensor_rules`, and `reader` reverses them. Names and layouts are
-those expected by llama.cpp (ggml-org/llama.cpp `convert_hf_to_gguf.py`). In the functions below,
-`theirs` is a prefix of GGUF names and `ours` a prefix of Hugging Face names.
+`tensor_rules` yields the rules. `writer` applies them, and `reader` reverses them. Names and
+layouts are those that llama.cpp expects (ggml-org/llama.cpp `convert_hf_to_gguf.py`). In the
+functions below, `theirs` is a prefix of GGUF names and `ours` a prefix of Hugging Face names.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ Change = Literal[
 
 @dataclass(frozen=True)
 class TensorRule:
-    """One tensor in a GGUF file, and the Hugging Face tensors from which it is built.
+    """Rule for one tensor in a GGUF file, which is built from one or more Hugging Face tensors.
 
     Attributes:
         gguf: name in the file.
-        sources: Hugging Face names; if there are several (such as all experts), they are stacked in
-            this order.
+        sources: names of the Hugging Face tensors. If there are several, such as those of all
+            experts, they are stacked in this order.
         shape: shape of each source tensor.
         change: transformation from source to file:
 
@@ -49,10 +49,10 @@ class TensorRule:
             - "one_plus": 1 is added to a norm's weight (Hugging Face's class adds it in `forward`);
             - "negative_exp": the source x is replaced with -exp(x);
             - "by_head": the shape changes from [H x N, ...] to [H, N, ...];
-            - "by_head_transposed": as "by_head", and the last two dimensions are swapped.
+            - "by_head_transposed": same as "by_head", and the last two dimensions are swapped.
         heads: number of attention heads in the rows; 0 if `change` does not depend on it.
         stacked: True if the sources are stacked along an additional first dimension.
-        taken: indices of the slices of the source that the file's tensor contains; () means all.
+        taken: indices of the source's slices that the file's tensor contains; () means all slices.
         axis: dimension of the source that `taken` indexes.
         dropped: dimension of size 1 that the file's tensor omits, or None.
     """
@@ -69,7 +69,7 @@ class TensorRule:
 
     @property
     def gguf_shape(self) -> tuple[int, ...]:
-        """Shape in the file, outermost dimension first."""
+        """Shape of the tensor in the file, with the outermost dimension first."""
         shape = list(self.shape)
         if self.taken:
             shape[self.axis] = len(self.taken)
@@ -95,8 +95,8 @@ class TensorRule:
         return len(self.gguf_shape) == 1 or self.gguf.endswith(small_tables)
 
     def to_gguf(self, source: Tensor) -> Tensor:
-        """Convert one source tensor, of shape `shape`, to the file's layout. If `stacked`, the
-        result is the part of the file's tensor for this source.
+        """Convert one source tensor, of shape `shape`, to the file's layout. If `stacked` is True,
+        the result is this source's part of the file's tensor.
         """
         if self.taken:
             source = source.index_select(self.axis, torch.tensor(self.taken))
@@ -121,9 +121,10 @@ class TensorRule:
 
         Args:
             tensors: the Hugging Face tensors, modified in place.
-            source: name of the Hugging Face tensor. If the rule has `taken`, only these slices are
+            source: name of the Hugging Face tensor. If the rule has `taken`, only those slices are
                 set.
-            stored: the file's tensor or, if `stacked`, its part for this source.
+            stored: the file's tensor or, if `stacked` is True, the part of it that belongs to this
+                source.
         """
         values = self.from_gguf(stored)
         if not self.taken:
@@ -133,7 +134,7 @@ class TensorRule:
         whole.index_copy_(self.axis, torch.tensor(self.taken), values)
 
     def from_gguf(self, stored: Tensor) -> Tensor:
-        """Invert `to_gguf`. Return the source tensor, or only its slices `taken`."""
+        """Invert `to_gguf`. Return the source tensor, or only its slices in `taken`."""
         if self.change == "transposed":
             return stored.mT.contiguous()
         if self.change in ("by_head", "by_head_transposed"):
@@ -151,7 +152,8 @@ class TensorRule:
 
 
 def tensor_rules(model: Any) -> Iterator[TensorRule]:
-    """Yield a rule for each tensor of a model in file order. Rotary factors are not included.
+    """Yield a rule for each tensor of a model, in file order. There are no rules for rotary
+    factors.
 
     Args:
         model: the model's config.
@@ -172,7 +174,7 @@ def tensor_rules(model: Any) -> Iterator[TensorRule]:
 
 
 def _layer_rules(model: Any, layer: int, theirs: str, ours: str) -> Iterator[TensorRule]:
-    """Yield the tensors of a layer. `layer` is its zero-based number."""
+    """Yield the rules for a layer. `layer` is its zero-based number."""
     kind = model.family.gguf.layer
     if kind == "named":
         yield from _named_rules(model, theirs, ours)
@@ -203,7 +205,7 @@ def _layer_rules(model: Any, layer: int, theirs: str, ours: str) -> Iterator[Ten
 
 
 def _norm_rules(model: Any, theirs: str, ours: str, size: int = 0) -> Iterator[TensorRule]:
-    """Yield the tensors of a norm over `size` elements; 0 means hidden_size."""
+    """Yield the rules for a norm over `size` elements; 0 means hidden_size."""
     kind: Change = "one_plus" if model.family.norm_kind == "one_plus" else "none"
     sizes = (size or model.hidden_size,)
     yield TensorRule(f"{theirs}.weight", (f"{ours}.weight",), sizes, kind)
@@ -212,8 +214,9 @@ def _norm_rules(model: Any, theirs: str, ours: str, size: int = 0) -> Iterator[T
 
 
 def _named_rules(model: Any, theirs: str, ours: str) -> Iterator[TensorRule]:
-    """Yield the tensors of a layer in which all modules have biases. The modules are listed in
-    `GGUFSpec.block`."""
+    """Yield the rules for a layer in which all modules have biases. `GGUFSpec.block` lists the
+    modules.
+    """
     C = model.hidden_size
     F = model.intermediate_size
     heads = model.num_attention_heads
@@ -235,7 +238,7 @@ def _named_rules(model: Any, theirs: str, ours: str) -> Iterator[TensorRule]:
 
 
 def _block_rules(model: Any, theirs: str, ours: str) -> Iterator[TensorRule]:
-    """Yield the tensors of a layer of the Llama-like families."""
+    """Yield the rules for a layer of the Llama-like families."""
     spec = model.family
     norms = spec.norms
     for word, name in (
@@ -287,7 +290,7 @@ def _attention_rules(model: Any, theirs: str, ours: str) -> Iterator[TensorRule]
 def _head_norm_rules(
     model: Any, theirs: str, ours: str, letter: str, *, heads: int
 ) -> Iterator[TensorRule]:
-    """Yield the norm of the queries or keys, if the model has one."""
+    """Yield the rules for the norm of the queries or keys, if the model has such a norm."""
     D = model.head_dim
     if model.qk_norm == "own":
         names = tuple(f"{ours}{letter}_layernorm.norms.{head}.weight" for head in range(heads))
@@ -325,18 +328,19 @@ def _expert_rules(model: Any, names: ExpertNames, theirs: str, ours: str) -> Ite
 
 
 def _two_norm_rules(model: Any, theirs: str, ours: str, second: str) -> Iterator[TensorRule]:
-    """Yield the norms before attention and before the MLP. `second` is llama.cpp's name for the
-    norm before the MLP."""
+    """Yield the rules for the norms before attention and before the MLP. `second` is llama.cpp's
+    name for the norm before the MLP.
+    """
     yield from _norm_rules(model, f"{theirs}attn_norm", f"{ours}input_layernorm")
     yield from _norm_rules(model, theirs + second, f"{ours}post_attention_layernorm")
 
 
 def _latent_rules(model: Any, theirs: str, ours: str) -> Iterator[TensorRule]:
-    """Yield the tensors of multi-head latent attention.
+    """Yield the rules for multi-head latent attention.
 
-    The rows of kv_b_proj belong to the key and value of each head in turn, so it is split into a
-    key and a value tensor. H is the number of heads; L and Q are the ranks of the KV and query
-    latents.
+    The rows of kv_b_proj belong alternately to the key and the value of each head, so kv_b_proj is
+    split into a key tensor and a value tensor. H is the number of heads, L the rank of the KV
+    latent and Q the rank of the query latent.
     """
     C = model.hidden_size
     H = model.num_attention_heads
@@ -358,7 +362,8 @@ def _latent_rules(model: Any, theirs: str, ours: str) -> Iterator[TensorRule]:
         yield TensorRule(f"{theirs}{word}.weight", (f"{ours}{name}.weight",), sizes)
     rows, source = torch.arange(H * (keys + values)).view(H, -1), (f"{ours}kv_b_proj.weight",)
     shape = (rows.numel(), L)
-    # llama.cpp multiplies the queries by the key matrices and therefore stores these transposed.
+    # llama.cpp multiplies the queries by the key matrices, and therefore stores the key matrices
+    # transposed.
     split: tuple[tuple[str, Tensor, Change], ...] = (
         ("attn_k_b", rows[:, :keys], "by_head_transposed"),
         ("attn_v_b", rows[:, keys:], "by_head"),
@@ -369,7 +374,9 @@ def _latent_rules(model: Any, theirs: str, ours: str) -> Iterator[TensorRule]:
 
 
 def _shared_expert_rules(model: Any, theirs: str, ours: str, shared: str) -> Iterator[TensorRule]:
-    """Yield a layer's routed experts and its shared experts, which form a single MLP."""
+    """Yield the rules for a layer's routed experts and for its shared experts. The shared experts
+    form a single MLP.
+    """
     if model.family.experts is not None:
         yield from _expert_rules(model, model.family.experts, theirs, ours)
     C = model.hidden_size
@@ -386,8 +393,8 @@ def _shared_expert_rules(model: Any, theirs: str, ours: str, shared: str) -> Ite
 
 
 def _biased_expert_rules(model: Any, theirs: str, ours: str) -> Iterator[TensorRule]:
-    """Yield the router and experts of gpt-oss. The columns of Hugging Face's gate_up_proj alternate
-    between the gate and the up projection.
+    """Yield the rules for the router and experts of gpt-oss. The columns of Hugging Face's
+    gate_up_proj alternate between the gate and up projections.
     """
     C = model.hidden_size
     F = model.intermediate_size
@@ -407,11 +414,11 @@ def _biased_expert_rules(model: Any, theirs: str, ours: str) -> Iterator[TensorR
 
 
 def _delta_rules(model: Any, theirs: str, ours: str) -> Iterator[TensorRule]:
-    """Yield the tensors of Qwen3-Next's linear attention.
+    """Yield the rules for Qwen3-Next's linear attention.
 
     The rows of in_proj_qkvz contain the queries, keys, values and gates of each key head in turn.
-    They are split into two tensors: one with all queries, all keys and all values, and one with all
-    gates. There are G key heads of size D and H value heads of size E.
+    They are split into two tensors. The first contains all queries, then all keys, then all values;
+    the second contains all gates. There are G key heads of size D and H value heads of size E.
     """
     C = model.hidden_size
     G = model.linear_num_key_heads

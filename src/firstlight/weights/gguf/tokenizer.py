@@ -1,8 +1,8 @@
-"""Tokenizers in GGUF files: `describe_tokenizer` converts a tokenizer to llama.cpp's metadata, and
-`read_tokenizer` builds a tokenizer from this metadata.
+"""Read and write tokenizers in GGUF files. `describe_tokenizer` converts a tokenizer to llama.cpp's
+metadata, and `read_tokenizer` builds a tokenizer from this metadata.
 
-A GGUF file contains only the name of the patterns that split texts. llama.cpp supports a fixed list
-of names (`PRE_TOKENIZERS`), so a tokenizer with any other patterns can't be written.
+A GGUF file does not contain the patterns that split text, only a name for them. llama.cpp supports
+a fixed list of names (`PRE_TOKENIZERS`), so a tokenizer with any other patterns can't be written.
 """
 
 from __future__ import annotations
@@ -27,16 +27,19 @@ from firstlight.tokenizer.parts import byte_level_split, prepend_bos, require_sh
 
 @dataclass(frozen=True)
 class PreTokenizer:
-    """Patterns that llama.cpp uses to split texts into pieces, each of which is merged separately.
+    """Patterns with which llama.cpp splits text into pieces. The tokens of each piece are merged
+    separately.
 
     Attributes:
-        names: values of tokenizer.ggml.pre, separated by spaces; the first one is written.
+        names: values of tokenizer.ggml.pre for these patterns, separated by spaces. The first one
+            is written to files.
         patterns: regular expressions in the form returned by `_canonical`. Each pattern splits the
             pieces that the previous pattern produced. Text between two matches is also a piece.
-        whole_pieces: True if a piece that is itself a token is used without merging, as with
-            `ignore_merges` in Hugging Face's BPE.
-        adds_bos: True if texts begin with "bos" unless the file specifies otherwise.
-        note: note for the user about texts for which llama.cpp's form of the patterns gives
+        whole_pieces: True if a piece that is itself a token becomes this token without any merging,
+            as with `ignore_merges` in Hugging Face's BPE.
+        adds_bos: True if a "bos" token is added at the beginning of text, unless the file specifies
+            otherwise.
+        note: note for the user about text for which llama.cpp's version of the patterns gives
             different ids, or None.
     """
 
@@ -50,7 +53,8 @@ class PreTokenizer:
 _ENDINGS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _NOT_WORDS = r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 #: Word patterns of tekken and o200k, in which a capital letter after a lower-case letter begins a
-#: new word. `_SMALL` matches words that end with lower-case letters, `_CAPITAL` all other words.
+#: new word. `_SMALL` matches words that end with lower-case letters, and `_CAPITAL` matches all
+#: other words.
 _SMALL = r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
 _CAPITAL = r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
 _OTHER_WORDS = (
@@ -61,7 +65,8 @@ _OTHER_SPACES = (
     "llama.cpp splits white space outside ASCII (such as the ideographic space) differently: "
     "texts with it get different ids"
 )
-#: Letters of scripts that distinguish upper and lower case, as in DeepSeek's first tokenizer.
+#: Letters of scripts that distinguish between upper and lower case. DeepSeek's first tokenizer uses
+#: this set.
 _DEEPSEEK_LETTERS = (
     "A-Za-z\u00b5\u00c0-\u00d6\u00d8-\u00f6\u00f8-\u01ba\u01bc-\u01bf\u01c4-\u0293\u0295-\u02af"
     "\u0370-\u0373\u0376\u0377\u037b-\u037d\u037f\u0386\u0388-\u038a\u038c\u038e-\u03a1\u03a3-"
@@ -83,8 +88,8 @@ _DEEPSEEK3_WORDS = (
 )
 _BLOOM_WORDS = r" ?[^(\s|[.,!?" + "\u2026\u3002\uff0c\u3001\u0964\u06d4\u060c])]+"
 
-#: Pre-tokenizers of llama.cpp (`src/llama-vocab.cpp`, November 2026), except those that a pattern
-#: can't express.
+#: Pre-tokenizers of llama.cpp (`src/llama-vocab.cpp`, November 2026), except for those that can't
+#: be expressed as patterns.
 PRE_TOKENIZERS = (
     PreTokenizer(
         "gpt-2 phi-2 jina-es jina-de jina-v2-es jina-v2-de gigachat a.x-4.0 mellum modern-bert "
@@ -135,7 +140,7 @@ PRE_TOKENIZERS = (
             r"\s?[!-/:-~" + "\uff01-\uff0f\uff1a-\uff5e\u2018-\u201f\u3000-\u3002]+",
             r"\s+$",
             _DEEPSEEK_CJK,
-            # llama.cpp uses \p{N}+, which is equivalent if no token has two digits.
+            # llama.cpp uses \p{N}+, which is equivalent if no token contains two digits.
             r"\p{N}",
         ),
         note=_OTHER_SPACES,
@@ -167,7 +172,8 @@ PRE_TOKENIZERS = (
     PreTokenizer("falcon", (r"[\p{P}\$\+<=>\^~\|`]+", GPT2_PATTERN, "[0-9][0-9][0-9]")),
     PreTokenizer("default", (r"[\p{P}\$\+<=>\^~\|]+", GPT2_PATTERN, r"\p{N}+", "[0-9][0-9][0-9]")),
 )
-#: Equivalent forms of parts of these patterns, mapped to the form used above.
+#: Parts of patterns that can be written in several ways. Each alternative is mapped to the form
+#: used above.
 _SPELLINGS = {
     "\r": r"\r",
     "\n": r"\n",
@@ -184,12 +190,13 @@ _SPELLINGS = {
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
 
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-F]{2}>")
-#: Character that represents a space in Llama 2's tokens, and the normalizer steps that insert it.
+#: Character that represents a space in Llama 2's tokens, and the normalizer steps that insert this
+#: character.
 _SPACE = "\u2581"
 _PREPEND = {"type": "Prepend", "prepend": _SPACE}
 _REPLACE = {"type": "Replace", "pattern": {"String": " "}, "content": _SPACE}
-#: Gemma's split at spaces. It has no effect, because the normalizer has already replaced the
-#: spaces.
+#: Gemma's pre-tokenizer, which splits at spaces. It has no effect, because the normalizer has
+#: already replaced all spaces.
 _NO_SPLIT = {
     "type": "Split",
     "pattern": {"String": " "},
@@ -200,22 +207,23 @@ _NO_SPLIT = {
 
 @dataclass(frozen=True, kw_only=True)
 class GGUFTokenizer:
-    """Tokenizer metadata in a GGUF file.
+    """Metadata of a GGUF file that describes a tokenizer.
 
     Attributes:
-        model: tokenizer.ggml.model, "gpt2" or "llama".
-        pre: tokenizer.ggml.pre.
+        model: value of tokenizer.ggml.model, "gpt2" or "llama".
+        pre: value of tokenizer.ggml.pre.
         tokens: all tokens, in id order.
-        types: tokenizer.ggml.token_type of all tokens, in id order.
+        types: values of tokenizer.ggml.token_type for all tokens, in id order.
         scores: scores of all tokens, in id order, or None for "gpt2". llama.cpp first merges the
-            two neighbours whose combined token has the highest score.
+            two adjacent tokens whose combined token has the highest score.
         merges: merges in order, each in the form "left right", or None for "llama".
-        special_ids: ids of the special tokens. "bos" and "eos" begin and end a document. "unknown",
-            "padding", "eot" and "eom" are optional; "eot" and "eom" also end a generation.
-        add_bos: True if a prompt begins with "bos".
-        add_space_prefix: True if a space is added before a text.
+        special_ids: ids of the special tokens, keyed by role. "bos" and "eos" begin and end a
+            document. "unknown", "padding", "eot" and "eom" are optional. "eot" and "eom" also end a
+            generation.
+        add_bos: True if a prompt begins with the "bos" token.
+        add_space_prefix: True if a space is added at the beginning of text.
         chat_template: the Jinja chat template, or None.
-        notes: messages to the user about texts for which llama.cpp gives different ids.
+        notes: messages to the user about text for which llama.cpp gives different ids.
     """
 
     model: str
@@ -234,16 +242,17 @@ class GGUFTokenizer:
 def describe_tokenizer(
     tokenizer: Tokenizer, vocab_size: int, ends: Sequence[int] = ()
 ) -> GGUFTokenizer:
-    """Convert a tokenizer to GGUF metadata with which llama.cpp gives the same ids.
+    """Convert a tokenizer to GGUF metadata with which llama.cpp produces the same token ids.
 
     Two kinds of tokenizers are supported:
 
     - Byte-level BPE (GPT-2, Llama 3, Qwen2) becomes llama.cpp's "gpt2" kind, which consists of
-      tokens, merges and the name of the pattern that splits texts into pieces.
+      tokens, merges and the name of the pattern that splits text into pieces.
     - BPE with byte fallback (Llama 2) becomes the "llama" kind, which consists of tokens and
       scores.
 
-    Ids without a token, within the vocabulary or after its end, become unused tokens `[PAD<id>]`.
+    Ids that have no token, within the vocabulary or after its end, become unused tokens
+    `[PAD<id>]`.
 
     Args:
         tokenizer: the tokenizer.
@@ -275,7 +284,7 @@ def describe_tokenizer(
             raise _refused(f"its token '{content}' strips white space or requires word boundaries")
     tokens = _tokens(tokenizer, vocab_size)
     types = _types(tokens, added, model)
-    # llama.cpp would use an ordinary token in place of a missing bos or eos.
+    # If "bos" or "eos" were missing, llama.cpp would use an ordinary token instead.
     bos = tokenizer.separator_id
     eos = bos if tokenizer.eos_token_id is None else tokenizer.eos_token_id
     unknown = model.get("unk_token") or tokenizer.config.get("unk_token")
@@ -295,8 +304,8 @@ def describe_tokenizer(
     if model.get("byte_fallback"):
         prefix, notes = _space_prefix(state)
         scores = _scores(tokens, types, model)
-        # llama.cpp finds user-defined tokens, such as Gemma's runs of spaces, in the original text,
-        # so they must contain plain spaces.
+        # llama.cpp looks for user-defined tokens, such as Gemma's runs of spaces, in the original
+        # text. They must therefore contain plain spaces.
         found = tuple(
             token.replace(_SPACE, " ") if kind == USER_DEFINED else token
             for token, kind in zip(tokens, types, strict=True)
@@ -317,7 +326,9 @@ def _refused(reason: str) -> TokenizerError:
 
 
 def _tokens(tokenizer: Tokenizer, vocab_size: int) -> tuple[str, ...]:
-    """Return the texts of all tokens in id order, with `[PAD<id>]` for ids without a token."""
+    """Return the text of every token, in id order. For an id without a token, the text is
+    `[PAD<id>]`.
+    """
     vocabulary = tokenizer.backend.get_vocab(with_added_tokens=True)
     by_id = {index: token for token, index in vocabulary.items()}
     tokens = tuple(by_id.get(index, f"[PAD{index}]") for index in range(vocab_size))
@@ -330,7 +341,7 @@ def _tokens(tokenizer: Tokenizer, vocab_size: int) -> tuple[str, ...]:
 def _types(
     tokens: Sequence[str], added: Mapping[str, Mapping[str, Any]], model: Mapping[str, Any]
 ) -> tuple[int, ...]:
-    """Return tokenizer.ggml.token_type of all tokens, in id order."""
+    """Return the values of tokenizer.ggml.token_type for all tokens, in id order."""
 
     def kind(token: str) -> int:
         if token == model.get("unk_token"):
@@ -347,20 +358,23 @@ def _types(
 
 
 def _pairs(model: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Return the merges as pairs (left, right); older tokenizer.json files contain "left right"."""
+    """Return the merges as pairs (left, right). Older tokenizer.json files store them as "left
+    right".
+    """
     pairs = [pair.split(" ", 1) if isinstance(pair, str) else pair for pair in model["merges"]]
     return [(left, right) for left, right in pairs]
 
 
 def _split_name(state: Mapping[str, Any], added: Mapping[str, Any]) -> tuple[str, tuple[str, ...]]:
-    """Return tokenizer.ggml.pre for a byte-level BPE tokenizer, and notes for the user.
+    """Return the value of tokenizer.ggml.pre for a byte-level BPE tokenizer, and notes for the
+    user.
 
     Args:
         state: content of tokenizer.json.
         added: added tokens, keyed by text.
 
     Raises:
-        TokenizerError: llama.cpp would split or merge texts differently.
+        TokenizerError: llama.cpp would split or merge text differently.
     """
     normalizer = state.get("normalizer")
     if normalizer not in (None, {"type": "NFC"}):
@@ -397,7 +411,7 @@ def _patterns(stage: Mapping[str, Any]) -> tuple[str, ...]:
     for step in splits:
         pattern = _canonical(str(step.get("pattern", {}).get("Regex", "")))
         # Tokenizers created from tiktoken's files remove the text between matches. Patterns with
-        # this ending match every text without gaps, so nothing is removed.
+        # this ending leave no gaps between matches, so nothing is removed.
         mode = step.get("behavior"), step.get("invert")
         kept = mode == ("Isolated", False) or (
             mode == ("Removed", True) and pattern.endswith(r"|\s+(?!\S)|\s+")
@@ -419,8 +433,9 @@ def _canonical(pattern: str) -> str:
 
 
 def _require_reachable(model: Mapping[str, Any], added: Mapping[str, Any]) -> None:
-    """Reject a vocabulary if a token can't be produced from its text by merging. The ids of such a
-    text would depend on `ignore_merges`, which this tokenizer and llama.cpp set differently.
+    """Reject a vocabulary that contains a token that merging can't produce from the token's text.
+    The ids of such text would depend on `ignore_merges`, which this tokenizer and llama.cpp set
+    differently.
     """
     bpe = models.BPE(vocab=model["vocab"], merges=_pairs(model), ignore_merges=False)
     for token in model["vocab"]:
@@ -429,7 +444,7 @@ def _require_reachable(model: Mapping[str, Any], added: Mapping[str, Any]) -> No
 
 
 def _space_prefix(state: Mapping[str, Any]) -> tuple[bool, tuple[str, ...]]:
-    """Determine whether a tokenizer with byte fallback adds a space before a text.
+    """Determine whether a tokenizer with byte fallback adds a space at the beginning of text.
 
     Returns:
         True if the tokenizer adds a space, and notes for the user.
@@ -458,12 +473,12 @@ def _space_prefix(state: Mapping[str, Any]) -> tuple[bool, tuple[str, ...]]:
 def _scores(
     tokens: Sequence[str], types: Sequence[int], model: Mapping[str, Any]
 ) -> tuple[float, ...]:
-    """Return a score for each token, in id order, with which llama.cpp merges in the same order as
-    the BPE.
+    """Return a score for each token, in id order. With these scores, llama.cpp merges in the same
+    order as the BPE.
 
-    llama.cpp merges any two neighbours whose combined text is a token. It starts with the highest
-    score and, among equal scores, with the leftmost pair. This gives the same ids as the BPE under
-    two conditions:
+    llama.cpp merges any two adjacent tokens whose combined text is a token. It starts with the
+    highest score and, among equal scores, with the leftmost pair. This gives the same ids as the
+    BPE under two conditions:
 
     - every pair of tokens whose combined text is a token is a merge of the BPE;
     - all merges into the same token are adjacent in the list of merges.
@@ -472,8 +487,9 @@ def _scores(
     only of spaces are exempt from the second condition, because Llama 2's merges of spaces are
     interleaved. Such tokens share a score if their merges overlap.
 
-    Both algorithms extract user-defined tokens from a text before merging, with one exception: the
-    BPE merges runs of spaces, so the merges into runs of spaces must come first.
+    Before merging, both algorithms extract user-defined tokens from the text. Runs of spaces are
+    the exception: the BPE produces them by merging, so the merges into runs of spaces must come
+    first.
 
     Raises:
         TokenizerError: a condition is not met, or a byte token is missing.
@@ -513,14 +529,14 @@ def _scores(
 
 # Reading
 
-#: `[PAD<id>]`, the placeholder for an id without a token.
+#: Pattern that matches `[PAD<id>]`, the placeholder for an id without a token.
 _UNUSED_TOKEN = re.compile(r"\[PAD(\d+)\]")
 #: llama.cpp's default ids for the "llama" kind, used if a file does not specify them.
 _LLAMA_IDS = {"bos": 1, "eos": 2, "unknown": 0}
 
 
 def read_tokenizer(metadata: Mapping[str, Any]) -> Tokenizer | None:
-    """Build a tokenizer that gives the same ids as llama.cpp from a GGUF file's metadata. Return
+    """Build a tokenizer from a GGUF file's metadata. It produces the same ids as llama.cpp. Return
     None if the file does not contain a tokenizer.
 
     Raises:
@@ -555,7 +571,7 @@ def read_tokenizer(metadata: Mapping[str, Any]) -> Tokenizer | None:
         backend, adds_bos = _pieces(values, types, vocabulary, named), True
     special, ordinary = [], []
     for token, index in vocabulary.items():
-        # A padding token can be an ordinary token, such as "!".
+        # The padding token can be an ordinary token, such as "!".
         is_named = token in (named.get(name) for name in ("bos", "eos", "unknown"))
         if is_named or types[index] in (CONTROL, UNKNOWN):
             special.append(AddedToken(token, special=True, normalized=False))
@@ -602,7 +618,7 @@ def _byte_level(
         vocabulary: ids, keyed by token.
 
     Returns:
-        The tokenizer, and True if texts begin with "bos" by default.
+        The tokenizer, and True if text begins with "bos" by default.
     """
     pre, merges = values.get("pre", "default"), values.get("merges")
     split = next((one for one in PRE_TOKENIZERS if pre in one.names.split()), None)
@@ -641,9 +657,9 @@ def _pieces(
 
     Args:
         values: entries of the metadata, without the prefix tokenizer.ggml.
-        types: tokenizer.ggml.token_type of all tokens, in id order.
+        types: values of tokenizer.ggml.token_type for all tokens, in id order.
         vocabulary: ids, keyed by token.
-        named: texts of the tokens "bos", "eos", "unknown" and "padding", if they exist.
+        named: text of each of the tokens "bos", "eos", "unknown" and "padding" that exists.
     """
     scores: Any = values.get("scores")
     is_complete = isinstance(scores, list) and len(scores) == len(types)

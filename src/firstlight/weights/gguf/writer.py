@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 GGUFDtype = Literal["f32", "f16", "bf16", "q8_0"]
 
-#: general.file_type of each format (llama.cpp's `llama_ftype`).
+#: Value of general.file_type for each format, from llama.cpp's `llama_ftype`.
 _FILE_TYPES: dict[GGUFDtype, int] = {"f32": 0, "f16": 1, "q8_0": 7, "bf16": 32}
 
 #: Number of weights that share a scale in q8_0.
@@ -61,11 +61,11 @@ def write_gguf(
         path: path of the file; an existing file is replaced once the new one is complete.
         config: content of Hugging Face's config.json.
         tensors: tensors, keyed by Hugging Face name; a tied head may be absent. Each tensor is
-            looked up twice and not kept in memory, so the mapping can read it from a file each
-            time.
+            looked up twice and is not kept in memory in between, so the mapping can read it from a
+            file each time.
         tokenizer: tokenizer of the model; None writes a file without a vocabulary.
         dtype: format of matrices. Vectors, routers, convolutions and learned positions are always
-            f32. With q8_0, matrices whose row length is not a multiple of 32 are f16.
+            f32. With q8_0, matrices whose row length is not a multiple of 32 are stored in f16.
         name: name of the model for other programs (general.name).
         generation: content of generation_config.json, whose sampling settings and end tokens are
             written.
@@ -73,8 +73,8 @@ def write_gguf(
     Raises:
         ModelError: llama.cpp does not support the model; a tensor is missing, unexpected, not
             finite or has the wrong shape; or a number is too large for the format. Small
-            differences in llama.cpp's computation are not errors, see `gguf_notes`.
-        TokenizerError: llama.cpp would give different ids than the tokenizer.
+            differences in llama.cpp's computation are not errors; `gguf_notes` reports them.
+        TokenizerError: llama.cpp would give ids that differ from the tokenizer's.
         MissingDependencyError: the gguf package is not installed.
         StorageError: the file can't be written, for example because the disk is full.
     """
@@ -102,7 +102,7 @@ def write_gguf(
         _add_tensor_info(writer, rule.gguf, rule.gguf_shape, _type_of(rule, dtype))
     with replacing(path) as file:
         file.write(_header(writer))
-        # Pad with zeros to the next multiple of the alignment, here and after each tensor.
+        # Pad with zeros to the next multiple of the alignment, both here and after each tensor.
         file.write(bytes(-file.size % writer.data_alignment))
         for values in factors.values():
             file.write(values.numpy().tobytes())
@@ -114,7 +114,7 @@ def write_gguf(
 
 
 def _loadable_name(name: str, tokenizer: GGUFTokenizer | None) -> str:
-    """Return the model's name in a form that allows llama.cpp to load the file.
+    """Return a version of the model's name with which llama.cpp can load the file.
 
     If the name contains "phi3" or "phi-3", llama.cpp requires the special tokens of Phi-3's
     tokenizer. With any other tokenizer, the name is changed to "phi 3".
@@ -126,10 +126,11 @@ def _loadable_name(name: str, tokenizer: GGUFTokenizer | None) -> str:
 
 
 def _header(writer: Any) -> bytes:
-    """Return the content of the file that precedes the tensors' data: the header, the metadata, and
-    the names and shapes of the tensors.
+    """Return the part of the file that precedes the tensors' data. It consists of the header, the
+    metadata, and the names and shapes of the tensors.
     """
-    # The gguf package writes only to files that it opens itself, so replace its file with a buffer.
+    # The gguf package can write only to files that it opens itself, so replace its file with a
+    # buffer.
     import gguf
 
     memory = io.BytesIO()
@@ -145,7 +146,7 @@ def gguf_notes(
     tokenizer: Tokenizer | None = None,
     generation: Mapping[str, Any] = MappingProxyType({}),
 ) -> list[str]:
-    """Return notes for the user about small differences between the model and its computation in
+    """Return notes for the user about small differences between the model's results here and in
     llama.cpp.
 
     Raises:
@@ -278,8 +279,9 @@ def _stored_type(dtype: GGUFDtype) -> GGMLQuantizationType:
 
 
 def _type_of(rule: TensorRule, dtype: GGUFDtype) -> GGMLQuantizationType:
-    """Return the ggml type of a tensor in a file of format `dtype`. For tensors that have a
-    different format, see `write_gguf`."""
+    """Return the ggml type of a tensor in a file of format `dtype`. Some tensors have a different
+    format, as described for `write_gguf`.
+    """
     if rule.small:
         return _stored_type("f32")
     if dtype == "q8_0" and rule.gguf_shape[-1] % _BLOCK:
@@ -292,8 +294,7 @@ def _add_tensor_info(
 ) -> None:
     import gguf
 
-    # fp32 is passed because gguf would interpret `shape` as numbers of bytes if the dtype were
-    # uint8.
+    # Pass fp32, because gguf would interpret `shape` as a number of bytes if the dtype were uint8.
     block, block_bytes = gguf.GGML_QUANT_SIZES[kind]
     size = int(np.prod(shape)) // block * block_bytes
     writer.add_tensor_info(name, shape, np.dtype(np.float32), size, raw_dtype=kind)
@@ -317,7 +318,7 @@ def _encoded(
     formats = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
     for source in rule.sources:
         tensor = rule.to_gguf(tensors[source].detach().cpu())
-        # A q8_0 block consists of int8 numbers up to 127 and one f16 scale.
+        # A q8_0 block consists of int8 numbers with absolute values up to 127, and one f16 scale.
         packed = kind.name == "Q8_0"
         largest = tensor.abs().max() / 127 if packed else tensor.abs().max()
         if largest.to(torch.float16 if packed else formats[kind.name]).isinf():
