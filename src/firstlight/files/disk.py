@@ -47,8 +47,7 @@ class Disk:
         os.ftruncate(file.fileno(), size)
 
     def rename(self, source: Path, target: Path) -> None:
-        """Rename a file or folder. If there is a file or an empty folder at `target`, replace it.
-        """
+        """Rename a file or folder. Replace any file or empty folder at `target`."""
         os.replace(source, target)
 
     def link(self, source: Path, target: Path) -> None:
