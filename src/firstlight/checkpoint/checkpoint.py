@@ -1,9 +1,10 @@
 """Write, read and verify checkpoints.
 
-    RUN/checkpoints/step-00000200/ config.json, generation_config.json, tokenizer.json,
-        tokenizer_config.json model.safetensors       these files are a valid Hugging Face model
-        folder optimizer.safetensors   moments and counters by parameter name; states of the random
-        generators trainer_state.json      step, tokens seen, data position, the resolved recipe
+    RUN/checkpoints/step-00000200/
+        config.json, generation_config.json, tokenizer.json, tokenizer_config.json
+        model.safetensors       these files are a valid Hugging Face model folder
+        optimizer.safetensors   moments and counters by parameter name; random-generator states
+        trainer_state.json      step, tokens seen, data position, the resolved recipe
         manifest.json           size and sha256 of every file above; written last
 
 With `lora`, adapter_config.json and adapter_model.safetensors replace config.json and

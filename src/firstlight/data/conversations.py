@@ -8,10 +8,10 @@ The format of each record is detected from its fields, whose names are defined i
                 ...])
     messages    {"messages": [{"role", "content"}, ...]}, as for OpenAI's fine-tuning; content may
                 be a list of {"type": "text", "text"}; an answer with "weight": 0 is masked
-    sharegpt    {"conversations": [{"from", "value"}, ...]} written     {"text":
-    "<|im_start|>user\\n..."}: a conversation as one string, with the control tokens of a chat
-    template (see `_MARKUP`) or the names of the speakers, as in "### Human: ... ### Assistant: ..."
-    (see `transcript_of`)
+    sharegpt    {"conversations": [{"from", "value"}, ...]}
+    written     {"text": "<|im_start|>user\\n..."}: a conversation as one string, with the control
+                tokens of a chat template (see `_MARKUP`) or the names of the speakers, as in
+                "### Human: ... ### Assistant: ..." (see `transcript_of`)
 
 A conversation has at least one answer. Its messages may be in any order that the chat template
 accepts. A blank system message is ignored. If a record has both a "system" field and a list of

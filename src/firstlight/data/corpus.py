@@ -3,8 +3,10 @@
 The class of a corpus depends on its data:
 
     text                `TokenDataset`, or `packing.AlignedDataset` if rows start at document
-    boundaries conversations       `packing.ExampleDataset` preference pairs
-    `packing.PreferenceDataset` a mix of corpora    `MixedDataset`
+                        boundaries
+    conversations       `packing.ExampleDataset`
+    preference pairs    `packing.PreferenceDataset`
+    a mix of corpora    `MixedDataset`
 
 The files of a prepared folder are described in `shards` and written by `shards.CorpusWriter`.
 

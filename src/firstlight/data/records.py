@@ -396,9 +396,12 @@ def _first_values(text: str) -> list[Any]:
 def _records_in(value: Any, *, is_inner: bool = False) -> list[Any]:
     """Return the records in a JSON file, whose value is one of:
 
-        a list of records a single record, or a bare list of messages an object of records, keyed by
-        id an object of columns an object with one list of records, such as {"data": [...]}; the
-        list may be nested in another object
+        a list of records
+        a single record, or a bare list of messages
+        an object of records, keyed by id
+        an object of columns
+        an object with one list of records, such as {"data": [...]}; the list may be nested in
+            another object
 
     Args:
         value: the value.

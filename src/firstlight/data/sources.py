@@ -111,11 +111,14 @@ def find_sources(
 
     An INPUT is one of:
 
-        a file a folder                        searched recursively, without hidden files and
-        folders a glob                          `**` matches any number of folders stdlib
-        source code of Python's standard library, without tests (write `./stdlib` for a folder of
-        that name) hf:NAME[:CONFIG[:SPLIT]]        a Hugging Face dataset; SPLIT defaults to
-        "train", and an empty CONFIG, as in `hf:NAME::SPLIT`, selects the default configuration
+        a file
+        a folder                        searched recursively, without hidden files and folders
+        a glob                          `**` matches any number of folders
+        stdlib                          source code of Python's standard library, without tests
+                                        (write `./stdlib` for a folder of that name)
+        hf:NAME[:CONFIG[:SPLIT]]        a Hugging Face dataset; SPLIT defaults to "train", and an
+                                        empty CONFIG, as in `hf:NAME::SPLIT`, selects the default
+                                        configuration
 
     Args:
         inputs: the INPUTs.

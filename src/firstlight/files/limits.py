@@ -8,9 +8,10 @@ process, which is killed when a call exceeds a limit and restarted for the next 
     limit            enforced by
     CPU time         a timer in the child (ITIMER_PROF), whose signal ends the child even inside C
                      code
-    elapsed time     a timeout in the parent memory           RLIMIT_DATA in the child, and the
-    parent, which checks the child's resident memory while it waits. macOS does not enforce
-    RLIMIT_DATA, so a child on macOS can exceed the limit for up to 0.1 seconds between two checks.
+    elapsed time     a timeout in the parent
+    memory           RLIMIT_DATA in the child, and the parent, which checks the child's resident
+                     memory while it waits. macOS does not enforce RLIMIT_DATA, so a child on macOS
+                     can exceed the limit for up to 0.1 seconds between two checks.
 
 The child runs in a separate session, so Ctrl-C in a terminal does not reach it. The child ends when
 its connection is closed, which also happens when the parent is killed.

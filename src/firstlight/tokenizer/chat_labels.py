@@ -6,8 +6,8 @@ template are converted to their ids, and each string between two special tokens 
 call. Before encoding, each character of the rendered text is marked as a label or not. The
 following characters are labels:
 
-    with {% generation %} blocks       The content of the blocks. without blocks, for each answer
-    The characters from `start` to `end`:
+    with {% generation %} blocks       The content of the blocks.
+    without blocks, for each answer    The characters from `start` to `end`:
                                        - `start`: the end of the prompt that the model would get
                                          during inference (the earlier messages and the generation
                                          prompt)

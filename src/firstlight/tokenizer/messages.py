@@ -6,9 +6,9 @@ Anthropic and axolotl. All of them are converted to the format described in tran
 documentation:
 
     tools           [{"type": "function", "function": {"name", "description", "parameters"}}]
-    tool_calls      [{"id", "type": "function", "function": {"name", "arguments": {...}}}] results
-    {"role": "tool", "tool_call_id", "content": text} reasoning       `reasoning_content` next to
-    `content`
+    tool_calls      [{"id", "type": "function", "function": {"name", "arguments": {...}}}]
+    results         {"role": "tool", "tool_call_id", "content": text}
+    reasoning       `reasoning_content` next to `content`
 
 `fit_messages` handles details in which templates differ: the key for the reasoning, answers without
 text, and the format of ids.
