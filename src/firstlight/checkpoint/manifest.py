@@ -2,7 +2,7 @@
 atomically.
 
 A manifest contains the size and SHA-256 of every file. The checkpoints in a run folder are numbered
-from 1 in the order in which they were saved: `sequence` is the number of this checkpoint, and
+from 1 in the order in which they were saved: `sequence` is the number of the checkpoint, and
 `parent` is the number of the checkpoint from which the run continued. `run_id` is the id of the run
 that wrote the manifest. It prevents a checkpoint that was copied from the folder of another run
 from being used or deleted. Manifests of older versions have no `run_id` and are assumed to belong

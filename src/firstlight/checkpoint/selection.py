@@ -75,8 +75,8 @@ def newest_checkpoint(run_folder: Path) -> tuple[Path | None, list[str]]:
 
 
 def _first_sound(candidates: Callable[[], Iterable[Saved]]) -> tuple[Path | None, list[str]]:
-    """Return (folder of the first candidate that passes `verify_checkpoint` or None, error messages
-    for the candidates before it).
+    """Return (folder of the first candidate that passes `verify_checkpoint`, or None; error
+    messages for the candidates before it).
 
     If a candidate is deleted during the search, the run must have saved a newer checkpoint, so the
     search is repeated with an updated list of candidates.
@@ -237,8 +237,8 @@ def checkpoint_before(
 
     Args:
         run_folder: the run's folder.
-        step: step that failed, or the step to which the run rolled back before if no step has
-            succeeded since then.
+        step: step that failed, or the target of the previous rollback if no step has succeeded
+            since then.
         saved_step: step of the newest checkpoint of the run. Checkpoints at later steps belong to a
             dead branch.
         every_steps: the recipe's `checkpoint.every_steps`.

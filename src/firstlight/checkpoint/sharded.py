@@ -364,8 +364,8 @@ def _files(folder: Path, kind: str) -> list[Path]:
     return [folder / name for name in shard_names(names) if name.startswith(f"{kind}.")]
 
 
-#: Box of a shard: (first indices, exclusive last indices), each with one number per dimension of
-#: the full tensor.
+#: Box of a shard: (start indices, exclusive end indices), each with one number per dimension of the
+#: full tensor.
 _Box = tuple[tuple[int, ...], tuple[int, ...]]
 
 

@@ -72,7 +72,7 @@ _SHARD_TOKENS = 10_000_000
 _MOST_FIELDS = 1000
 
 
-#: How error messages refer to the option for bad records, for training and for `prepare`.
+#: Option for bad records as it is shown in error messages, for training and for `prepare`.
 _ON_BAD = "--data.on_bad {0}, or --on-bad {0} of prepare,"
 
 
@@ -89,10 +89,10 @@ class ChatOptions:
             tool calls, reasoning) and the end-of-turn tokens; "last" for the assistant's last
             message only; "answers" for the same tokens as "assistant" except the reasoning; "all"
             for every token except the first one of each example.
-        on_bad: what to do with a bad record: one that is not a conversation, or contains text that
-            the chat template omits. "refuse" raises an error, and "skip" drops the record. "keep"
-            trains on the part that the template renders, and raises an error only if the record is
-            not a conversation.
+        on_bad: handling of bad records, which are not conversations or contain text that the chat
+            template omits. "refuse" raises an error, and "skip" drops the record. "keep" trains on
+            the part that the template renders, and raises an error only if the record is not a
+            conversation.
         val_fraction: fraction of the examples to hold out for validation. An example is held out
             whenever the validation split contains less than this fraction of the examples written
             so far. All examples with the same question (see `Conversation.question`) are assigned

@@ -70,8 +70,8 @@ _CREDITS = re.compile(
 #: Substrings for a fast check: any text that matches `_MARKS` contains at least one of them.
 _OF_GUTENBERG = ("utenberg", "UTENBERG", "SMALL", "Small", "small P", "small p")
 #: Parts of a subtitle file that are removed: the header of a .vtt file, and the lines before each
-#: subtitle: blank lines, the subtitle's number or name (SubRip, WebVTT) and its start and end
-#: times.
+#: subtitle (blank lines, the subtitle's number or name in SubRip or WebVTT, and its start and end
+#: times).
 _TIMES = re.compile(
     r"\AWEBVTT(?:[^\n]|\n(?!\n))*"
     r"|(?:\A|(?<!\n)\n)\n*(?:[^\n]+\n)?(?:\d+:)?\d\d:\d\d[.,]\d{3}[ \t]+-->[^\n]*(?:\n|\Z)"
@@ -83,8 +83,8 @@ GUTENBERG = "gutenberg"
 SUBTITLES = "subtitles"
 #: Prefix of the key under which a separator string is counted if it is kept in the text.
 _KEPT = "kept "
-#: Prefixes of the keys under which documents are counted that contain a chat control token as plain
-#: text, and documents that consist of the turns of a conversation.
+#: Prefixes of the keys for documents that contain a chat control token as plain text (`CHAT`), and
+#: for documents that consist of the turns of a conversation (`TRANSCRIPT`).
 CHAT, TRANSCRIPT = "chat ", "turns "
 
 
@@ -94,8 +94,8 @@ class DocumentPart(NamedTuple):
     Attributes:
         line: line of the text on which the document begins, one-based.
         content: the document in UTF-8, possibly invalid; None if it is too long.
-        changes: keys of the changes: the separator next to the document, and "kept SEPARATOR" for
-            each separator string inside the document that does not separate documents.
+        changes: the separator next to the document, and "kept SEPARATOR" for each separator string
+            inside the document that does not separate documents.
     """
 
     line: int

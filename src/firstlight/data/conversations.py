@@ -98,8 +98,8 @@ _ROLE_NAMES = {
 _TOOL_NAMES = (*CALLING_ROLES, *RESULT_ROLES)
 _ROLES = {name: role for role, names in _ROLE_NAMES.items() for name in names.split()}
 _ROLES |= {name: name for name in _TOOL_NAMES}
-#: Roles whose messages are trained on (`_ANSWERING`), and keys with which a message does not need
-#: any content (`_BESIDE_CONTENT`).
+#: Roles whose messages are trained on (`_ANSWERING`), and keys that a message can have instead of
+#: content (`_BESIDE_CONTENT`).
 _ANSWERING = ("assistant", *CALLING_ROLES)
 _BESIDE_CONTENT = (*CALLS, *THOUGHTS)
 _TEXT_PARTS = ("text", "input_text", "output_text")

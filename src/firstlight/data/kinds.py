@@ -1,4 +1,5 @@
-"""File types other than plain text, and the field names by which conversations are recognised.
+"""Detect file types other than plain text, and define the field names by which conversations are
+recognised.
 
 A file type is detected from the first bytes or the suffix of a file. Most types come with a command
 that extracts the text.
@@ -202,8 +203,8 @@ CONTEXT_FIELDS = ("input", "context")
 SYSTEM_FIELDS = tuple(
     "system system_prompt system_message system_instruction systeminstruction".split()
 )
-#: Fields of a record that may contain the reasoning before the answer. (A message has its own keys
-#: for reasoning.)
+#: Fields of a record that may contain the reasoning before the answer, in addition to the keys for
+#: reasoning in its messages.
 REASONING_FIELDS = tuple(
     "cot complex_cot chain_of_thought rationale thinking_trajectory thinking_trajectories "
     "deepseek_thinking_trajectory".split()

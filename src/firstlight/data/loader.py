@@ -1,4 +1,4 @@
-"""The `data` section of a recipe, and the loader for training batches.
+"""Define the `data` section of a recipe, and load training batches.
 
 The order of the rows is a pure function of the seed, so the state of the loader is a single number:
 the total number of rows read by all ranks. A run can therefore resume exactly and without delay at
@@ -170,10 +170,10 @@ class TokenLoader:
     of the rows differs in each epoch.
 
     A batch may begin in one epoch and end in the next. Threads read the next batches while the
-    current one is processed. Their number and the number of prefetched batches do not affect the
-    content of the batches. With several ranks, the next `micro_batch_size` x `world_size` rows form
-    a global batch, and each rank gets consecutive rows of the global batch, in rank order. The
-    loader is a context manager that stops the threads on exit.
+    current one is processed. The number of threads and the number of prefetched batches do not
+    affect the content of the batches. With several ranks, the next `micro_batch_size` x
+    `world_size` rows form a global batch, and each rank gets consecutive rows of the global batch,
+    in rank order. The loader is a context manager that stops the threads on exit.
 
     Args:
         dataset: the split, or a mix.
@@ -276,8 +276,7 @@ class MixedCorpus(Section):
     dir: str = Field(min_length=1)
     """folder written by `firstlight prepare`, or its URL."""
     weight: float = Field(gt=0)
-    """sampling weight of this corpus: rows are drawn from each corpus in proportion to its weight.
-    """
+    """sampling weight: rows are drawn from each corpus in proportion to its weight."""
     name: str | None = Field(None, pattern=r"^[\w.-]+$")
     """name used in the metrics val/loss/NAME and epoch/NAME; null uses the last part of `dir`."""
 
@@ -325,12 +324,11 @@ class DataConfig(Section):
     answers for the same tokens as assistant except the reasoning; all for all tokens.
     """
     on_bad: Literal["refuse", "skip", "keep"] = "refuse"
-    """what to do with a record in `files` that is not a conversation, or contains text that the
-    chat template omits: refuse to start, skip the record, or keep the part that the template
-    renders.
+    """handling of a record in `files` that is not a conversation, or contains text that the chat
+    template omits: refuse to start, skip the record, or keep the part that the template renders.
     """
     long: LongPolicy = "refuse"
-    """what to do with conversations longer than a row: refuse to start, drop them, or cut off their
+    """handling of conversations longer than a row: refuse to start, drop them, or cut off their
     ends.
     """
     seq_len: int | None = Field(None, gt=0)
@@ -342,10 +340,10 @@ class DataConfig(Section):
     start at 0 in each document. Always true for conversations.
     """
     row_alignment: RowAlignment = "stream"
-    """how text is divided into training rows: "stream" concatenates all documents and splits the
-    result into rows, which may begin inside a document; "document" packs whole documents into rows,
-    starts rows at document boundaries, and splits only documents longer than a row. Conversations
-    are always packed. Validation text always uses "stream".
+    """method of dividing text into training rows: "stream" concatenates all documents and splits
+    the result into rows, which may begin inside a document; "document" packs whole documents into
+    rows, starts rows at document boundaries, and splits only documents longer than a row.
+    Conversations are always packed. Validation text always uses "stream".
     """
     workers: int = Field(1, ge=0, le=64)
     """number of threads that read rows ahead, which does not affect the order of the rows. With 0,

@@ -1,5 +1,5 @@
-"""Splits whose rows are packed with `pack_best_fit`: conversations, preference pairs, and text in
-rows that start at document boundaries.
+"""Read splits whose rows are packed with `pack_best_fit`: conversations, preference pairs, and text
+in rows that start at document boundaries.
 
 Conversations are examples that are never split across rows and never attend to each other. An
 example of n tokens takes n - 1 positions of a row: all its tokens except the last are inputs, and
@@ -157,8 +157,8 @@ class ExampleDataset(TokenDataset):
 
     Args:
         folder, split, verify: see `TokenDataset`.
-        long: what to do with an example longer than a row: "refuse" raises an error, "drop" drops
-            the example, and "cut" truncates it (or drops it if no label would remain).
+        long: handling of an example longer than a row: "refuse" raises an error, "drop" drops the
+            example, and "cut" truncates it (or drops it if no label would remain).
 
     Attributes:
         lengths: number of tokens of each example, int64 [examples].

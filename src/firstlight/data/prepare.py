@@ -304,7 +304,7 @@ class _Preparation:
         """Write all documents.
 
         Args:
-            sources: the sources of the texts.
+            sources: the sources of the text.
             text_key, progress: see `prepare`.
             encode: function that encodes pieces of text and keeps their order.
             held_out: sources of validation text. If there are none, part of the training text is

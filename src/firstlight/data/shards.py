@@ -1,5 +1,5 @@
-"""Token shards: the on-disk format of a prepared corpus, the reader for shards, and the writer for
-shards and manifest (`CorpusWriter`).
+"""Read and write token shards, the on-disk format of a prepared corpus. `CorpusWriter` writes the
+shards and the manifest.
 
 A prepared folder contains these files:
 
@@ -638,8 +638,8 @@ class CorpusWriter:
         Args:
             written: number of input documents or records that were written to the shards.
             fraction: fraction that was requested to be held out for validation.
-            split_by: how validation data was held out: "document", "tail", "example", "files" or
-                "none".
+            split_by: method by which validation data was held out: "document", "tail", "example",
+                "files" or "none".
             unread: files in the inputs that were not read because their type is not supported.
             gzip_bytes: size of the validation text in bytes after gzip -9; None if not measured.
             further: additional entries for the manifest.

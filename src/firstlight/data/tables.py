@@ -44,8 +44,8 @@ _COPIED_BYTES = 1 << 26
 #: Number of bytes read from the beginning of a page header to find the type and size of the page,
 #: and size of pyarrow's read buffer in bytes.
 _HEAD_BYTES, _BLOCK_BYTES = 32, 1 << 16
-#: Minimum number of bytes counted for each row and each list element, because they may not take any
-#: space in the file.
+#: Minimum number of bytes counted for each row and each list element. Both can be stored without
+#: taking any space in the file.
 _ROW_BYTES, _PLACE_BYTES = 16, 4
 #: Values of Parquet's `PageType`: data pages (versions 1 and 2), and dictionary pages.
 _DATA_PAGES, _DICTIONARY_PAGE = (0, 3), 2
@@ -224,8 +224,8 @@ def _damage(error: csv.Error, begin: int, end: int) -> str:
 
 
 def _undecoded(text: str) -> int | None:
-    """Return the first byte that was not valid UTF-8, which is decoded to a lone surrogate (PEP
-    383), or None if there was none.
+    """Return the first byte that was not valid UTF-8, or None if there was none. Such bytes have
+    been decoded to lone surrogates (PEP 383).
     """
     if text.isascii():
         return None

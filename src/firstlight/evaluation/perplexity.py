@@ -118,7 +118,7 @@ def open_evaluated_split(loaded: LoadedModel, data: str | Path | None, split: st
         loaded, data, split: see `evaluated_folder`.
 
     Raises:
-        DataError: the data consists of preference pairs, or for a reason listed in
+        DataError: the data consists of preference pairs. Also raised for the reasons listed in
             `evaluated_folder`.
     """
     folder = evaluated_folder(loaded, data, split)

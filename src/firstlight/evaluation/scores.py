@@ -186,7 +186,7 @@ def _score(model: Model, pairs: Sequence[TokenPair], batch: _Batch) -> dict[int,
     context_of = [row for row, (_, others) in enumerate(batch) for _ in others]
     contexts = torch.tensor([context for context, _ in batch], device=device)
     targets, valid = _padded([pairs[number].continuation for number in numbers], device)
-    # First, process each context except for its last token, which fills the cache. The last token
+    # First, fill the cache by processing each context without its last token. The last token
     # predicts the first token of each continuation, so it is processed together with the
     # continuations.
     before, last = contexts[:, :-1], contexts[context_of, -1:]

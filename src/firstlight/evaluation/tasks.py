@@ -173,7 +173,7 @@ def evaluate_tasks(
     """Score a model on tasks, in fp32.
 
     Args:
-        checkpoint: a folder or hub id as in `firstlight.load`, or a model returned by that
+        checkpoint: a folder or hub id, as for `firstlight.load`, or a model returned by that
             function.
         tasks: names of the tasks (see `ready_tasks`); a single string is also accepted.
         items: number of items per task; see `ready_tasks`.

@@ -1,4 +1,4 @@
-"""The cache folder on this machine, and locks for processes that share it.
+"""Support for the cache folder on this machine, with locks for processes that share it.
 
 The cache is $FIRSTLIGHT_CACHE if set, otherwise $XDG_CACHE_HOME/firstlight if set, otherwise
 ~/.cache/firstlight. It contains corpora downloaded from URLs (`data/remote.py`) and compiled

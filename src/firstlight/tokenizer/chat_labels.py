@@ -3,7 +3,7 @@ for fine-tuning.
 
 A conversation is encoded in the same way as during inference: special tokens written by the
 template are converted to their ids, and each string between two special tokens is encoded in one
-call. Before encoding, each character of the rendered text is marked as a label or not. The
+call. Before encoding, each character of the rendered text is classified as a label or not. The
 following characters are labels:
 
     with {% generation %} blocks       The content of the blocks.

@@ -135,9 +135,9 @@ def render(
     Args:
         template, variables, add_generation_prompt: see `render_chat`.
         messages: the messages, as returned by `plain_messages`.
-        generation_marks: two strings, written before and after the content of each `{% generation
-            %}` block. The first one is written twice, with the number of the message in between if
-            it is known.
+        generation_marks: two strings to write before and after the content of each generation
+            block. The first one is written twice, with the number of the message in between if it
+            is known.
 
     Raises:
         InputError, TokenizerError: see `render_chat`.

@@ -326,8 +326,9 @@ def byte_characters() -> list[str]:
 
 # sentencepiece
 #
-# Only a few fields are needed (google/sentencepiece `sentencepiece_model.proto`). They are read
-# from protobuf's wire format by field number, without the protobuf package.
+# Only a few fields of a sentencepiece model are needed (google/sentencepiece
+# `sentencepiece_model.proto`). They are read from protobuf's wire format by field number, without
+# the protobuf package.
 
 #: Maximum number of fields in a model and in a piece. A model has one field per piece (the largest
 #: models have 262,144 pieces), and a piece has three fields.
@@ -569,8 +570,8 @@ _TRIED: set[bytes] = set()
 
 
 def may_panic(backend: tokenizers.Tokenizer) -> bool:
-    """Return True if the library may panic on some strings, that is, unless all steps of the
-    tokenizer are known to be safe.
+    """Return True if the library may panic on some strings, and False if all steps of the tokenizer
+    are known to be safe.
     """
     steps = {name: getattr(backend, name) for name in ("normalizer", "pre_tokenizer", "decoder")}
     fixes = ("continuing_subword_prefix", "end_of_word_suffix")

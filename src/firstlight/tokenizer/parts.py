@@ -114,7 +114,7 @@ def require_short(path: Path, tokens: Iterable[bytes | str]) -> None:
         tokens: tokens of the vocabulary.
 
     Raises:
-        TokenizerError: the tokens are too long in total.
+        TokenizerError: the tokens are too long.
     """
     if sum(len(token) ** 2 for token in tokens) > _MOST_CUT_BYTES:
         raise TokenizerError(f"tokenizer {path} contains unreasonably long tokens")
