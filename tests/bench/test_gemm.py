@@ -86,7 +86,7 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ({"dtype": ["int8"]}, "dtype 'int8' is unknown: use fp32, tf32, bf16, fp16"),
         ({"dtype": ["bf61"]}, r"dtype 'bf61' is unknown \(did you mean 'bf16'\?\)"),
-        ({"dtype": ["tf32"], "device": "cpu"}, "can't multiply tf32 in hardware, .*: use fp"),
+        ({"dtype": ["tf32"], "device": "cpu"}, "no hardware support for tf32 products, .*: use fp"),
         ({"model": "gpt2-125m"}, r"model 'gpt2-125m' is unknown \(did you mean 'gpt2-"),
         ({"device": "tpu"}, "device 'tpu' is unknown"),
     ],
@@ -113,7 +113,7 @@ def test_gemm_dtype_emulated_by_cpu_is_not_default_and_raises(
     monkeypatch.setattr(gemm, "find_hardware", lambda device: hardware)
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx2": True})
     for name in ("fp16", "bf16"):
-        message = f"Old CPU can't multiply {name} in hardware, .*: use fp32"
+        message = f"Old CPU has no hardware support for {name} products, .*: use fp32"
         with pytest.raises(ConfigError, match=message):
             GemmRun(GemmBench(dtype=[name]))
     assert GemmRun(GemmBench()).dtypes == ["fp32"]

@@ -121,7 +121,7 @@ def test_aligned_rows_without_bos_split_documents_at_eos(tmp_path: Path) -> None
     assert dataset.label_share(5) == 1.0
     assert dataset.bits_a_nat(document_masking=False) == pytest.approx(15 / 99 / np.log(2))
     (line,) = dataset.describe(5)
-    assert "4 documents in 3 rows of 5, 100.0% filled; 100.0% of the rows begin with" in line
+    assert "4 documents in 3 rows of 5 tokens, 100.0% filled; 100.0% of the rows begin with" in line
 
 
 @pytest.mark.parametrize(("bos", "eos"), [(_BOS, _EOS), (None, None)])

@@ -13,7 +13,7 @@ import pytest
 from builders import say, with_template, write_lines
 from chat_templates import SPECIAL_TOKENS, WITH_BLOCKS, WITHOUT_BLOCKS
 from firstlight.data.chat import ChatOptions, prepare_chat
-from firstlight.data.packing import ExampleDataset
+from firstlight.data.packing import ExampleDataset, chat_notes
 from firstlight.errors import DataError, InputError
 from firstlight.tokenizer import Tokenizer
 
@@ -217,6 +217,8 @@ def test_prepare_chat_on_bad_counts_lost_reasoning_with_first_line(
     options = ChatOptions(on_bad="skip", val_fraction=0)
     manifest = prepare_chat([path], qwen, tmp_path / "skip", options=options)
     assert manifest["documents"]["rejected"] == {"lost_thoughts": 2}
+    [line] = chat_notes(tmp_path / "skip", manifest)
+    assert line.endswith("(on_bad keep trains on the rest of such records)")
     only = write_lines(tmp_path / "b.jsonl", _LOSSY[1:])
     with pytest.raises(InputError, match=r"data\.on_bad keep, .* trains on the rest"):
         prepare_chat([only], qwen, tmp_path / "none", options=options)

@@ -159,6 +159,16 @@ def test_to_conversation_keeps_additional_message_fields() -> None:
     assert to_conversation(record).messages[1] == message
 
 
+@pytest.mark.parametrize("value", [0, 0.0, False, "0", "false", "False"])
+@pytest.mark.parametrize("key", ["weight", "train", "loss"])
+def test_to_conversation_answer_that_is_off_is_masked(key: str, value: object) -> None:
+    messages = say("a", "b", "c", "d")
+    marked = [messages[0], messages[1] | {key: value}, messages[2], messages[3] | {key: "true"}]
+    found = to_conversation({"messages": marked})
+    assert found.messages == messages
+    assert found.masked == {1}
+
+
 def test_to_conversation_weight_0_masks_answer() -> None:
     messages = say("a", "b", "c", "d")
     messages[1]["weight"] = 0
@@ -191,6 +201,16 @@ def test_to_conversation_weight_0_masks_answer() -> None:
         ),
         ("<|user|>\na</s>\n<|assistant|>\nb</s>", say("a", "b")),
         ("<\uff5cUser\uff5c>a<\uff5cAssistant\uff5c>b", say("a", "b")),
+        (
+            "<s>[SYSTEM_PROMPT]s[/SYSTEM_PROMPT][INST]a[/INST]b</s>",
+            say("a", "b", system="s"),
+        ),
+        (
+            "<BOS_TOKEN><|START_OF_TURN_TOKEN|><|USER_TOKEN|>a<|END_OF_TURN_TOKEN|>"
+            "<|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|>b<|END_OF_TURN_TOKEN|>",
+            say("a", "b"),
+        ),
+        ("[gMASK]<sop><|user|>\na<|assistant|>\nb", say("a", "b")),
     ],
 )
 def test_to_conversation_parses_text_with_control_tokens(
@@ -202,6 +222,21 @@ def test_to_conversation_parses_text_with_control_tokens(
     if expected[-1]["content"] == "b":
         record = {"prompt": prompt, "completion": completion}
         assert to_conversation(record).messages == expected
+
+
+@pytest.mark.parametrize("text_key", ["messages", "log"])
+@pytest.mark.parametrize("written", [True, False])
+def test_messages_in_text_field_are_conversation(
+    tmp_path: Path, text_key: str, written: bool
+) -> None:
+    messages = say("a", "b")
+    record = {text_key: json.dumps(messages) if written else messages, "system": "s"}
+    [source] = find_sources([write_lines(tmp_path / "a.jsonl", [record])])
+    assert kind_of_records(source, text_key) == "chat"
+    assert to_conversation(record).messages == say("a", "b", system="s")
+    [document] = read_documents([source], text_key)
+    assert document.error is not None
+    assert document.error.reason == "conversation"
 
 
 def test_written_conversation_with_text_outside_turns_raises() -> None:
@@ -312,7 +347,7 @@ BAD: list[tuple[object, str, str]] = [
     ({"messages": []}, "empty", "there is no message"),
     ({"messages": "a"}, "wrong_type", "`messages` is a text, not a list"),
     ({"messages": ["a"]}, "wrong_type", r"`messages\[0\]` is a text, not an object"),
-    ({"messages": [{"content": "a"}]}, "wrong_type", "has no text `role`"),
+    ({"messages": [{"content": "a"}]}, "wrong_type", "has no text in `role`"),
     ({"messages": [{"role": "user"}]}, "wrong_type", r"`messages\[0\]`.content is missing"),
     ({"messages": [{"role": "user", "content": 1}]}, "wrong_type", "is a number, not a text"),
     (
@@ -423,7 +458,7 @@ def test_prepare_chat_unreadable_line_is_named(
 @pytest.mark.parametrize(
     "content, message",
     [
-        ('"messages"', r"must be a record or a list of records"),
+        ('"messages"', r"must contain a record, a list of records, or JSONL"),
         ("[1,\n2", r"a\.json:2: not JSON: Expecting ',' delimiter at column 2"),
         (" \n", r"a\.json is empty: replace it"),
         ('{"a":' * 900 + "1" + "}" * 900, "can't be read as records: maximum recursion"),
@@ -498,6 +533,48 @@ def test_read_records_json_file_with_one_record_keeps_its_other_fields(tmp_path:
     (tmp_path / "a.json").write_text(json.dumps(content))
     [record] = read_records(find_records([tmp_path / "a.json"]))
     assert to_conversation(record.value).messages == say("a", "b", system="s")
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        {"messages": [say("a", "b")] * 2, "system": ["s", "s"]},
+        {"version": 1, "conversations": [say("a", "b")] * 2, "system_prompt": ["s", "s"]},
+        {"messages": {"0": say("a", "b"), "1": say("a", "b")}, "system": {"0": "s", "1": "s"}},
+        {"system": "s", "messages": [say("a", "b")] * 2},
+        {"system": "s", "data": [say("a", "b")] * 2},
+        {"system": "s", "data": [{"messages": say("a", "b")}] * 2},
+        {"system": "s", "conversations": [{"prompt": "a", "completion": "b"}] * 2},
+        {"system": "x", "data": [{"messages": say("a", "b"), "system": "s"}] * 2},
+    ],
+)
+def test_read_records_json_file_with_system_beside_records_keeps_it(
+    tmp_path: Path, content: object
+) -> None:
+    (tmp_path / "a.json").write_text(json.dumps(content))
+    records = list(read_records(find_records([tmp_path / "a.json"])))
+    found = [to_conversation(record.value).messages for record in records]
+    assert found == [say("a", "b", system="s")] * 2
+
+
+@pytest.mark.parametrize(
+    "tools, first, second",
+    [
+        ([[{"name": "t"}], [{"name": "u"}]], ["t"], ["u"]),
+        ([{"name": "t"}], ["t"], ["t"]),
+        ([{"name": "t"}, {"name": "u"}], ["t", "u"], ["t", "u"]),
+    ],
+)
+def test_read_records_json_file_with_tools_beside_records_keeps_them(
+    tmp_path: Path, tools: object, first: list[str], second: list[str]
+) -> None:
+    content = {"messages": [say("a", "b")] * 2, "tools": tools}
+    (tmp_path / "a.json").write_text(json.dumps(content))
+    records = list(read_records(find_records([tmp_path / "a.json"])))
+    assert [[tool["name"] for tool in record.value["tools"]] for record in records] == [
+        first,
+        second,
+    ]
 
 
 def test_read_records_json_file_of_columns_with_nulls_in_first_row_yields_rows(
@@ -652,6 +729,17 @@ def test_prepare_chat_tables_and_saved_datasets_give_same_conversations(
         prepare_chat([tmp_path / "b"], chatml, tmp_path / "out")
 
 
+def test_prepare_chat_table_with_unnamed_index_is_read(tmp_path: Path, chatml: Tokenizer) -> None:
+    path = tmp_path / "a.csv"
+    path.write_text(",prompt,completion,systemPrompt\n0,a,b,s\n1,c,d,s\n")
+    [source] = find_records([path])
+    assert kind_of_records(source) == "chat"
+    records = [to_conversation(record.value).messages for record in read_records([source])]
+    assert records == [say("a", "b", system="s"), say("c", "d", system="s")]
+    manifest = prepare_chat([path], chatml, tmp_path / "out")
+    assert list(chat_notes(tmp_path / "out", manifest)) == []
+
+
 def test_prepare_chat_broken_table_row_is_skipped_and_its_line_reported(
     tmp_path: Path, chatml: Tokenizer
 ) -> None:
@@ -675,7 +763,7 @@ def test_prepare_chat_rejected_records_are_counted_by_reason_and_file(
     options = ChatOptions(on_bad="skip", val_fraction=0)
     manifest = prepare_chat([first, second], chatml, tmp_path / "out", options=options)
     form, role = chat_notes(tmp_path / "out", manifest)
-    assert f"1 of 5 records rejected: of unknown format; first: {second}:1: " in form
+    assert f"1 of 5 records rejected: an unknown format; first: {second}:1: " in form
     start = f"3 of 5 records rejected: an unknown role (2 of {first}, 1 of {second}); "
     assert role.startswith(f"{start}first: {first}:2: `messages[0]` has the role 'wizard'")
 
@@ -763,7 +851,7 @@ def test_prepare_chat_control_tokens_in_messages_are_counted(
     options = ChatOptions(val_fraction=0)
     prepare_chat([path], chatml, tmp_path / "out", options=options)
     shown = list(ExampleDataset(tmp_path / "out", "train").describe(64))
-    assert "warning: 1 of 2 records have control tokens such as <|im_start|>" in shown[-1]
+    assert "warning: 1 of 2 records contain control tokens such as <|im_start|>" in shown[-1]
     texts = write_lines(
         tmp_path / "b.jsonl", [{"text": "<|start|>user [INST]"}, {"text": "<|x|> see"}]
     )
@@ -773,8 +861,7 @@ def test_prepare_chat_control_tokens_in_messages_are_counted(
     counts.add("b", found[0])
     _, line = change_lines(counts.record(), counts.names())
     assert line.startswith(
-        "warning: b: [INST] is treated as plain text; use --kind chat "
-        "(prepare) for a file that contains only"
+        "warning: b: [INST] is treated as plain text; write chats as records with `messages`, "
     )
 
 
@@ -833,7 +920,7 @@ def test_prepare_chat_bad_parquet_record_is_named_by_number(
 def test_prepare_chat_accepts_only_record_files(tmp_path: Path) -> None:
     (tmp_path / "a.md").write_text("a")
     (tmp_path / "a.txt").write_text("a")
-    with pytest.raises(InputError, match=r"unknown type: supported are \.jsonl, \.ndjson, \.json"):
+    with pytest.raises(InputError, match=r"the supported types are \.jsonl, \.ndjson, \.json"):
         find_records([tmp_path / "a.md"])
     with pytest.raises(InputError, match="stdlib does not exist"):
         find_records(["stdlib"])

@@ -140,11 +140,11 @@ def test_mix_non_positive_weights_raise_config_error(weights: list[float]) -> No
 
 def test_mix_weights_with_too_many_digits_raise_and_suggest_working_ones() -> None:
     assert sum(whole_weights([MAX_PERIOD - 1, 1])) == MAX_PERIOD
-    with pytest.raises(ConfigError, match="round them, for example to 1000, 1"):
+    with pytest.raises(ConfigError, match="round the weights, for example to 1000, 1"):
         whole_weights([MAX_PERIOD, 1])
     said = (
-        r"mix \(0\.333333333, 0\.6666666667\) repeat only after 9,999,999,997 rows, more than "
-        r"the limit of 1,000,000: round them, for example to 333, 667"
+        r"mix with the weights \(0\.333333333, 0\.6666666667\) has a period of 9,999,999,997 rows, "
+        r"more than the limit of 1,000,000: round the weights, for example to 333, 667"
     )
     with pytest.raises(ConfigError, match=said):
         whole_weights([0.333333333, 0.6666666667])

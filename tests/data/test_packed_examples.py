@@ -442,8 +442,8 @@ def test_prepare_chat_command_prepares_conversations(
     captured = capsys.readouterr()
     assert "train: 9 conversations" in captured.err
     assert (
-        f"1 of 11 records rejected: nothing said; first: {path}:11: there is no message"
-        in captured.err
+        f"1 of 11 records rejected: an empty conversation or message; first: {path}:11: "
+        "there is no message" in captured.err
     )
     assert json.loads(captured.out)["documents"]["rejected"] == {"empty": 1}
     (tmp_path / "text").mkdir()

@@ -162,7 +162,7 @@ def test_parquet_texts_with_shared_prefixes_use_small_batches(tmp_path: Path) ->
     lists = pyarrow.ListArray.from_arrays([0, 200], pyarrow.array([text] * 200))
     options["column_encoding"] = {"text.list.element": "DELTA_BYTE_ARRAY"}
     path = write(tmp_path / "b.parquet", lists, **options)
-    with pytest.raises(InputError, match="stored as DELTA_BYTE_ARRAY, RLE, so that a small"):
+    with pytest.raises(InputError, match="stored as DELTA_BYTE_ARRAY, RLE, with which a small"):
         values_of(path, None)
 
 

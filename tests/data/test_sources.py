@@ -34,6 +34,7 @@ from firstlight.data.records import (
 from firstlight.data.sources import (
     DataSource,
     by_ending,
+    distinct_inputs,
     find_sources,
     listed,
     neutral_name,
@@ -235,6 +236,26 @@ def test_find_sources_folder_named_stdlib_needs_its_path(
     assert note_on_inputs(["./stdlib"]) == ""
 
 
+def test_note_on_inputs_counts_inputs_named_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "texts").mkdir()
+    os.symlink("texts", "linked")
+    again: list[str | Path] = [
+        "texts",
+        "texts/",
+        "./texts",
+        tmp_path / "texts",
+        "linked",
+        "stdlib",
+        "./stdlib",
+    ]
+    assert distinct_inputs(again) == ["texts", "stdlib", "./stdlib"]
+    assert note_on_inputs(again) == ("inputs that repeat an earlier one, read once: 4 of 7")
+    assert note_on_inputs(["texts", "./other"]) == ""
+
+
 def test_note_on_inputs_names_unsearched_linked_folders(tmp_path: Path) -> None:
     make_tree(tmp_path, "texts/a.txt", "other/b.txt")
     assert note_on_inputs([tmp_path / "texts"]) == ""
@@ -367,7 +388,7 @@ def test_read_record_of_only_separators_is_rejected_as_empty(tmp_path: Path, tex
     with (tmp_path / "b.csv").open("w", newline="") as file:
         csv.writer(file).writerows([["text"], [text], ["One."]])
     found = [(one.value, str(one.error)) for one in read(tmp_path)]
-    assert found == [(None, "separators without a text"), ("One.", "None")] * 2
+    assert found == [(None, "separators without text"), ("One.", "None")] * 2
 
 
 def test_find_sources_reads_text_of_any_suffix_and_counts_others(tmp_path: Path) -> None:

@@ -118,7 +118,8 @@ def test_timed_run_processes_make_steps_decided_by_main_one(tmp_path: Path, shar
     ends = [json.loads(result.stdout.splitlines()[-1]) for result in results]
     assert ends == [{"end": length["max_steps"], "stopped": None}] * 2
     # As if the recipe had contained the number of steps, which may have been corrected.
-    config = ScheduleConfig.model_validate(minutes["schedule"])
+    late = {**minutes["schedule"], "decay_starts_at_peak": True}  # the default of a decay to 0
+    config = ScheduleConfig.model_validate(late)
     schedule = resolve_schedule(config, 1e-3, 100, BatchSchedule(4, 4), 32, length_of(length))
     found = [json.loads(line) for line in results[0].stdout.splitlines()[:-1]]
     rates = [1e-3 * schedule.lr_scale(step) for step in range(length["max_steps"])]

@@ -68,7 +68,9 @@ def test_own_device_gives_each_process_its_device(monkeypatch: pytest.MonkeyPatc
     assert own_device(PLAIN, "cuda:1") == torch.device("cuda", 1)
     with pytest.raises(ConfigError, match="'cuda:1' can't be used by all 2 processes"):
         own_device(second, "cuda:1")
-    with pytest.raises(ConfigError, match="no GPU for local rank 2 on this machine, which has 2"):
+    with pytest.raises(
+        ConfigError, match="no GPU for local rank 2, because this machine has only 2"
+    ):
         own_device(World(2, 4, 2, 4, "h", 1), "cuda")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     assert own_device(second, "cuda") == torch.device("cuda", 0)
@@ -124,7 +126,10 @@ def test_is_exchange_error_recognises_error_by_cause() -> None:
 @pytest.mark.parametrize(
     "numbers, message",
     [
-        ({"nproc": 1, "nnodes": 2, "node_rank": 2, "endpoint": "h:1"}, "the machines are 0 to 1"),
+        (
+            {"nproc": 1, "nnodes": 2, "node_rank": 2, "endpoint": "h:1"},
+            "machines are numbered 0 to 1",
+        ),
         ({"nproc": 1, "nnodes": 2}, "--nnodes needs --rdzv-endpoint"),
     ],
 )

@@ -151,7 +151,7 @@ def test_chat_commands_print_settings_and_help(
     ]
     out, lines = said("a", "/system Be kind.", "/save", f"/save {tmp_path}", f"/save {tmp_path}/x")
     assert lines[0] == "system  Be kind."
-    assert lines[1].startswith("firstlight: error: /save needs the name of a file")
+    assert lines[1].startswith("firstlight: error: /save needs a file name")
     assert lines[2].startswith(f"firstlight: error: {tmp_path} is not a regular file")
     assert json.loads((tmp_path / "x").read_text(encoding="utf-8")) == [
         {"role": "system", "content": "Be kind."},

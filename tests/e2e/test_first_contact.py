@@ -120,7 +120,7 @@ _ANSWERS = {
     "photo.jpg": " is an image: exclude it, or extract its text with tesseract photo.jpg ",
     "letter.docx": " is a Word document: extract its text with pandoc -f docx letter.docx -t ",
     "sheet.xlsx": " is a spreadsheet: save it as CSV in a spreadsheet program, and give the ",
-    "talk.pptx": " is a presentation: save it as PDF, and extract the text from that with ",
+    "talk.pptx": " is a presentation: save it as PDF, and extract the text from the PDF with ",
     "letter.odt": " is an OpenDocument text: extract its text with pandoc -f odt letter.odt -t ",
     "novel.epub": " is an e-book: extract its text with pandoc -f epub novel.epub -t plain -o ",
     "texts.zip": " is a ZIP archive: unpack it with unzip texts.zip -d texts, and use that ",

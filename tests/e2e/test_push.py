@@ -103,7 +103,7 @@ def test_pushed_run_loads_from_hub_and_names_no_local_paths(
     assert main([*command, "--json"]) == 0
     said = capfd.readouterr()
     assert json.loads(said.out)["url"] == f"{hub.url}/ada/tiny"
-    assert "the run is not finished: this is step 4 of 6" in said.err
+    assert "the run is not finished: the checkpoint is from step 4 of 6" in said.err
     files = files_of(hub, "ada/tiny")
     assert set(files) == {
         *("README.md", "config.json", "generation_config.json", "loss.png", "model.safetensors"),
@@ -133,7 +133,7 @@ def test_card_has_results_of_pushed_checkpoint(run: Path, tmp_path: Path, data: 
     assert evaluated["step"] == 4
     assert (card.data.library_name, card.data.pipeline_tag) == ("transformers", "text-generation")
     assert card.data.license is None
-    assert "No licence was given." in card.text
+    assert "No licence was specified." in card.text
     results = {one.metric_type: one for one in card.data.eval_results}
     assert results["loss"].metric_value == evaluated["loss"]
     assert results["loss"].metric_args == {"stderr": evaluated["loss_stderr"]}

@@ -351,5 +351,5 @@ def test_evaluate_model_with_nan_weights_raises_model_error(
     broken = copy.deepcopy(model)
     with torch.no_grad():
         broken.lm_head.weight[3, 3] = float("nan")
-    with pytest.raises(ModelError, match="its weights are damaged or it has diverged"):
+    with pytest.raises(ModelError, match="the weights are damaged, or the training has diverged"):
         evaluate(replace(loaded, model=broken), data, seq_len=SEQ_LEN)

@@ -276,7 +276,7 @@ def test_obstacles_in_place_of_run_files_are_renamed_and_run_resumes_exactly(
         there = run / name
         assert f"warning: {there} was not a file, and was renamed to {there}.damaged" in said
     assert [line["step"] for line in read_json_lines(run / "metrics.jsonl")] == [9, 10, 11, 12]
-    assert f"{run / 'metrics.jsonl'} has no lines of steps 1 to 8: " in said
+    assert f"{run / 'metrics.jsonl'} has no lines for steps 1 to 8: " in said
 
 
 def test_run_id_is_recovered_after_its_file_was_lost(recipe: dict[str, Any]) -> None:

@@ -230,7 +230,7 @@ def require_whole_logs(run: Path, resumed_from: int) -> None:
     for message in told:
         assert "\n" not in message
         # No line that was synced is missed.
-        assert "no lines of steps" not in message
+        assert "no lines for steps" not in message
 
 
 def test_synced_log_lines_survive_power_cut(tmp_path: Path, record_property: Record) -> None:

@@ -41,7 +41,7 @@ from firstlight.lora.loading import load_model
 from firstlight.models import empty_model
 from firstlight.models.language_model import InitConfig
 from firstlight.models.llama_config import LlamaConfig
-from firstlight.optim.schedule import BatchSchedule, ScheduleConfig, resolve_schedule
+from firstlight.optim.schedule import ScheduleConfig
 from firstlight.planner.advise import defaults
 from firstlight.planner.advise.law import Length, MachineFacts
 from firstlight.planner.plan import machine as planned_machine
@@ -504,6 +504,34 @@ def test_fine_tuning_plan_and_run_predict_measured_memory(
     assert planned == pytest.approx(measured.peak_bytes, rel=0.02)
 
 
+def test_fine_tuning_input_named_twice_is_read_and_listed_once(tmp_path: Path, model: Path) -> None:
+    folder = tmp_path / "chats"
+    folder.mkdir()
+    write_lines(folder / "a.jsonl", draw_records(40))
+    (folder / "b.pdf").write_bytes(b"%PDF-1.4")
+    lines: list[str] = []
+    again = ["chats", str(folder), "./chats/a.jsonl"]
+    request = Request(again, steps=2, init_from=str(model))
+    work = FineTuning(request, lines.append, progress=False)
+    assert lines[0].startswith(f"reading chats {folder} ./chats/a.jsonl: 1 file, ")
+    assert lines[1] == "inputs that repeat an earlier one, read once: 1 of 3"
+    assert lines[2] == "skipped 1 file without conversations: chats/b.pdf"
+    assert work.plan(request).data["files"] == ["chats", "./chats/a.jsonl"]
+
+
+def test_fine_tuning_on_pairs_ends_with_share_in_right_order(tmp_path: Path, model: Path) -> None:
+    answers = {"chosen": "It is four.", "rejected": "No idea."}
+    pairs = [{"prompt": f"What is {number}?", **answers} for number in range(40)]
+    run = tuned(write_lines(tmp_path / "pairs.jsonl", pairs), model)
+    assert run.reward_accuracy is not None
+    before, after = run.reward_accuracy
+    first, *others = result_lines(run)
+    expected = f"{after:.1%} of held-out preference pairs in the right order (at the start: 0.0%)"
+    assert before == 0
+    assert first == f"result: {expected}"
+    assert any(line.startswith("model: runs/pairs; report: ") for line in others)
+
+
 @pytest.mark.parametrize("kind", ["conversations", "texts"])
 def test_fine_tuning_budget_too_short_fails_and_suggested_budget_works(
     tmp_path: Path,
@@ -555,7 +583,7 @@ def test_fine_tuning_plan_counts_conversations_longer_than_context(
     only = write_lines(tmp_path / "long.jsonl", long)
     assert main(["train", str(only), "--init-from", str(model), "--plan-only"]) == 1
     assert (
-        "fits into data.seq_len 320: raise it (up to the model's context), start from a model "
+        "fits into data.seq_len 320: raise it (up to the model's context) or start from a model "
         "with a longer context, or set data.long to cut (train on their beginnings)"
     ) in capsys.readouterr().err
 
@@ -624,17 +652,8 @@ def test_fine_tuning_learning_rate_follows_width_and_method() -> None:
     parse_recipe(values)
 
 
-@pytest.mark.parametrize("steps", [1, 2, 7, 100])
-def test_fine_tuning_last_step_has_learning_rate_above_zero(steps: int) -> None:
-    config = ScheduleConfig(**chosen(Length(steps=steps)).values["schedule"])
-    schedule = resolve_schedule(config, 1.0, 1000, BatchSchedule(8, 8), seq_len=256)
-    scales = [schedule.lr_scale(step) for step in range(steps)]
-    assert scales[-1] == pytest.approx(1 / schedule.cooldown_steps)
-    assert max(scales) == 1
-
-
 @pytest.mark.parametrize("kind", ["constant", "cosine", "inverse_sqrt"])
 def test_fine_tuning_other_schedule_kind_gets_only_keys_that_apply_to_it(kind: str) -> None:
     values = chosen(Length(steps=100), fixed={"schedule.kind": kind}).values["schedule"]
     assert ScheduleConfig(**values).kind == kind
-    assert ("decay_starts_at_peak" in values) is (kind == "cosine")
+    assert ("min_lr_ratio" in values) is (kind != "constant")

@@ -322,14 +322,12 @@ def test_choose_batch_is_multiple_of_micro_batches(
 
 def test_choose_batch_of_partial_sequences_raises_config_error() -> None:
     with pytest.raises(
-        ConfigError, match="not a multiple of the 256 tokens of a sequence: set it to 256"
+        ConfigError, match="does not match the 256 tokens of a sequence: set it to 256"
     ):
         choose(TEXT, MACHINE, Length(600), {"batch.global_batch_tokens": 128, "data.seq_len": 256})
     pair = {"batch.micro_batch_size": 2, "batch.gradient_accumulation_steps": 3}
     pair |= {"data.seq_len": 256, "batch.global_batch_tokens": 4096}
-    with pytest.raises(
-        ConfigError, match="4096 is not a multiple of the 1536 tokens of the given mic"
-    ):
+    with pytest.raises(ConfigError, match="4096 does not match the 1536 tokens of the given mic"):
         choose(TEXT, MACHINE, Length(600), pair)
     wide = choose(TEXT, MACHINE, Length(3600), {"batch.global_batch_tokens": 2048 + 256})
     assert wide["data.seq_len"] == 256, "only the models with sequences of 256 tokens are left"
@@ -402,7 +400,7 @@ def test_choose_little_text_limits_epochs() -> None:
     assert choices.epochs <= defaults.MOST_EPOCHS * 1.05
     assert choices.seconds < 3600
     reasons = {choice.key: choice.reason for choice in choices.choices}
-    assert "the limit of epochs ends the run earlier" in reasons["schedule.max_minutes"]
+    assert "the epoch limit ends the run earlier" in reasons["schedule.max_minutes"]
     assert choices["optimizer.weight_decay"] == defaults.REPEATED_WEIGHT_DECAY
     assert "of similar text" in choices.advice
     layers = choices.parameters - 2 * TEXT.vocab_size * choices["model.hidden_size"]

@@ -197,7 +197,7 @@ def test_logit_bias_bans_and_forces_tokens(tokenizer: Tokenizer) -> None:
         push(text, logits)
         assert text.token_ids == [expected]
     beyond = SamplingConfig(logit_bias={tokenizer.vocab_size: 1.0})
-    with pytest.raises(ConfigError, match="logit_bias has token id 320"):
+    with pytest.raises(ConfigError, match="logit_bias contains token id 320"):
         push(Continuation([1], beyond, context=999), logits)
 
 
@@ -320,12 +320,12 @@ def test_logprobs_of_more_than_vocabulary_returns_all() -> None:
         ({"min_p": 1.1}, "min_p must be between 0"),
         ({"repetition_penalty": 0.0}, "repetition_penalty must be above 0"),
         ({"repetition_penalty": float("nan")}, "repetition_penalty must be above 0"),
-        ({"stop": ("a", "")}, "stop must be texts of at least one character"),
+        ({"stop": ("a", "")}, "stop must be strings of at least one character"),
         ({"logprobs": -1}, "logprobs must be 0 or above"),
         ({"frequency_penalty": 2.01}, "frequency_penalty must be between -2 and 2, not 2.01"),
         ({"presence_penalty": float("nan")}, "presence_penalty must be between -2 and 2"),
-        ({"logit_bias": {3: -100.5}}, "logit_bias must be numbers from -100 to 100 by token id"),
-        ({"logit_bias": {-1: 1.0}}, "logit_bias must be numbers from -100 to 100 by token id"),
+        ({"logit_bias": {3: -100.5}}, "logit_bias must be a mapping of token ids to numbers from"),
+        ({"logit_bias": {-1: 1.0}}, "logit_bias must be a mapping of token ids to numbers from"),
     ],
 )
 def test_continue_text_settings_out_of_range_raise_config_error(

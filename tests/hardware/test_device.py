@@ -150,7 +150,7 @@ def test_find_hardware_gpu_without_torch_kernels_raises(
     if index is None:
         assert find_hardware().capability == capability
         return
-    with pytest.raises(ConfigError, match=f"no code for Test .*whl/{index}, or set") as raised:
+    with pytest.raises(ConfigError, match=f"not built for Test .*whl/{index}, or set") as raised:
         find_hardware()
     assert "\n" not in str(raised.value)
 

@@ -62,7 +62,7 @@ def test_find_gpu_with_several_memory_sizes_asks_for_one() -> None:
     ],
 )
 def test_find_gpu_misspelt_name_lists_nearest(written: str, nearest: str) -> None:
-    with pytest.raises(ConfigError, match="is not in the table: nearest are ") as error:
+    with pytest.raises(ConfigError, match="is not in the table: the nearest are ") as error:
         find_gpu(written)
     assert nearest in str(error.value)
     assert "--gpu-memory" in str(error.value)

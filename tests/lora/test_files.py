@@ -335,10 +335,13 @@ def _with_text(name: str, text: str) -> Callable[[Path], None]:
         (_with_tensors(**{"lora_A.weight": None}), "lacks tensor .*1.self_attn.q_proj.lora_A"),
         (_with_tensors(**{"lora_B.weight": torch.ones(2)}), r"lora_B.weight is \[2\], expected"),
         (_with_tensors(**{"lora_B.weight": torch.ones(16, 3).int()}), "I32, not floating-point"),
-        (_with_tensors(lora_magnitude_vector=torch.ones(16)), "has, besides the model's adapters"),
+        (
+            _with_tensors(lora_magnitude_vector=torch.ones(16)),
+            "in addition to the model's adapters, tensor",
+        ),
         (
             _with_tensors(**{"base_layer.weight": torch.ones(16, 16)}),
-            "is neither part of an adapter nor of the",
+            "belongs neither to an adapter nor to the",
         ),
         (
             _with_tensors(**{"x.lora_A.weight": torch.ones(3, 16)}),

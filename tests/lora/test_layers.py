@@ -496,7 +496,10 @@ def test_lora_mismatched_tensors_raise_and_are_named() -> None:
     Change = dict[str, Tensor]
     changes: list[tuple[Change, str]] = [
         ({n: t for n, t in tensors.items() if n != name}, f"lacks tensor {name}"),
-        ({**tensors, "base_model.model.x": torch.ones(1)}, "besides the model's adapters, tensor"),
+        (
+            {**tensors, "base_model.model.x": torch.ones(1)},
+            "addition to the model's adapters, tensor",
+        ),
         ({**tensors, name: torch.ones(4, 16)}, rf"{name} is \[4, 16\], expected \[3, 16\]"),
     ]
     for changed, problem in changes:

@@ -466,7 +466,7 @@ def test_batch_ramp_increases_rows_in_equal_stages() -> None:
     assert [BatchSchedule(8, 4, 3).at(step) for step in range(5)] == [4, 4, 4, 8, 8]
     assert [BatchSchedule(8, 2, 4).at(step) for step in range(6)] == [2, 2, 4, 6, 8, 8]
     assert [BatchSchedule(8, 1, 2).at(step) for step in range(4)] == [1, 4, 8, 8]
-    assert (batch.in_words, BatchSchedule(8, 8).in_words) == ("2 to 8 (from step 7 on)", "8")
+    assert (batch.in_words, BatchSchedule(8, 8).in_words) == ("2 to 8 (reached at step 7)", "8")
 
 
 def test_constant_schedule_below_peak_warns_about_peak_not_decay() -> None:

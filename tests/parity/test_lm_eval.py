@@ -443,7 +443,7 @@ metric_list:
 
 
 def test_lm_eval_missing_task_folder_is_named(loaded: LoadedModel, tasks: Path) -> None:
-    with pytest.raises(ConfigError, match=r"folder of tasks .* does not exist"):
+    with pytest.raises(ConfigError, match=r"task folder .* does not exist"):
         evaluate_tasks(loaded, "lm-eval:own_hellaswag", task_folder=tasks / "nowhere")
 
 

@@ -100,8 +100,8 @@ def test_forecast_is_compared_with_measured_run(
     assert "iB; 2 tokens/s (1 to 3)\n" in said
     # Each figure at the start is compared with its own measurement.
     measured = (
-        r"\ntraining took \d+ s for [\d,]+ tokens, [\d,]+ tokens/s with evaluations and saves: "
-        r"[\d,]+ tokens/s \(planned 2\) in the median step, tensors 0\.\d+ GiB \(planned "
+        r"\ntraining took \d+ s for [\d,]+ tokens, [\d,]+ tokens/s including evaluations and "
+        r"saves: [\d,]+ tokens/s \(planned 2\) in the median step, tensors 0\.\d+ GiB \(planned "
     )
     assert re.search(
         measured + r"3\.00 GiB\), process [\d.]+ [MG]iB \(planned [\d.]+ [MG]iB\)\n", said

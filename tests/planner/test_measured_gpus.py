@@ -68,7 +68,7 @@ def _plan(folder: Path, gpu: str) -> tuple[str, dict[str, Any]]:
 
 def test_plan_reports_whether_gpu_kind_was_measured(cache: Path, tmp_path: Path) -> None:
     said, before = _plan(tmp_path, "H200")
-    assumed = "derived from the data sheet and a measured H100, not measured itself"
+    assumed = "derived from the data sheet and measurements of an H100, not measured"
     assert f"speed of H200: {assumed}" in said
     assert before["as_it_stands"]["speed"]["source"] == assumed
     # An H200 uses the same kernels as an H100.

@@ -186,11 +186,11 @@ def test_alignment_warnings_name_sizes_slow_on_matrix_units() -> None:
     found = list(alignment_warnings(resolved, None))
     assert found == [
         f"model.intermediate_size 67 is not a multiple of 8, and {mlp:.0%} of the matrix "
-        f"products use it: set it to 72, up to {1 / (1 - mlp * 3 / 4):.2f} times the speed of a "
-        "step",
+        f"products use it: set it to 72 (up to {1 / (1 - mlp * 3 / 4):.2f} times the speed of a "
+        "step)",
         f"model.vocab_size 101 is not a multiple of 8, and {head:.0%} of the matrix products use "
-        "it: efficiency.vocab_multiple 64 pads it to 128, up to "
-        f"{1 / (1 - head * 3 / 4):.2f} times the speed of a step",
+        "it: efficiency.vocab_multiple 64 pads it to 128 (up to "
+        f"{1 / (1 - head * 3 / 4):.2f} times the speed of a step)",
     ]
     padded = recipe(
         model={**_MODEL, "intermediate_size": 72, "vocab_size": 101},
@@ -203,15 +203,15 @@ def test_alignment_warnings_name_sizes_slow_on_matrix_units() -> None:
     )
     # without a warning about the width of the keys, 10
     hidden, layer = alignment_warnings(wide, None)
-    assert ": set it to 72, up to" in layer
+    assert ": set it to 72 (up to" in layer
     # 64 is not divisible by 6 heads.
     assert "model.hidden_size 60 is not a multiple of 8" in hidden
-    assert ": set it to 72, up to" in hidden
-    assert hidden.endswith("times the speed of a step, with the other sizes aligned as well")
+    assert ": set it to 72 (up to" in hidden
+    assert hidden.endswith("times the speed of a step if the other sizes are aligned too)")
     wide = resolve_for(recipe(model={**_MODEL, **heads, "hidden_size": 72}), t4)
     (keys,) = alignment_warnings(wide, None)
     assert keys.startswith("a width of 12 inside the model is not a multiple of 8")
-    assert ": use head sizes that are multiples of 8, up to" in keys
+    assert ": use head sizes that are multiples of 8 (up to" in keys
     # Tensor cores do not compute fp32.
     slow = recipe(model={**_MODEL, "intermediate_size": 67}, efficiency={"precision": "fp32"})
     assert not list(alignment_warnings(resolve_for(slow, t4), None))
@@ -246,9 +246,9 @@ def test_packet_note_names_unaligned_widths_and_their_cost(
     padded = [[-(-size // multiple) * multiple for size in shape] for shape in shapes]
     more = sum(a * b for a, b in padded) / sum(a * b for a, b in shapes) - 1
     assert found == [
-        f"not multiples of {multiple}, which this GPU's tensor cores read at full speed: {named}. "
-        f"Their products cost at least as much as with the next multiples: {more:.1%} more "
-        "arithmetic"
+        f"this GPU's tensor cores read only multiples of {multiple} at full speed, but the model "
+        f"has {named}. Rounded up to the next multiples, these sizes would need {more:.1%} "
+        "more arithmetic, but no more time"
     ]
 
 
@@ -256,7 +256,7 @@ def test_packet_note_on_v100_requires_multiples_of_8() -> None:
     config = resolve_for(recipe(model={**_MODEL, "intermediate_size": 68}), find_machine("T4"))
     note = packet_note(config.model, EfficiencyConfig(precision="fp16"), (7, 0))
     assert note is not None
-    assert "not multiples of 8, which" in note
+    assert "only multiples of 8 at full speed" in note
     assert "intermediate_size 68 (next: 72)" in note
     assert packet_note(config.model, EfficiencyConfig(precision="fp16"), None) is None
     assert packet_note(config.model, EfficiencyConfig(precision="fp16"), (6, 0)) is None

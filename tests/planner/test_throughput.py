@@ -301,7 +301,7 @@ def test_deep_model_adds_operators_of_each_layer() -> None:
 
 def test_unmeasured_gpu_speed_range_is_noted() -> None:
     found = predict_speed(step((mm(64, 64, 64), 1)), Workload(64, 1.0), find_gpu("RTX 4090"))
-    assert "a measured H100, not measured" in found.notes[0]
+    assert "measurements of an H100, not measured" in found.notes[0]
     values = found.to_json()
     assert values["tokens_per_second"]["low"] == found.tokens_per_second.slow
     assert values["step_seconds"]["low"] == found.step_seconds.fast

@@ -17,6 +17,7 @@ from firstlight.errors import ConfigError
 from firstlight.hardware.compiling import Compiler
 from firstlight.hardware.device import Hardware
 from firstlight.methods import precision
+from firstlight.optim.schedule import BatchSchedule, resolve_schedule
 from firstlight.planner.plan import machine as machines
 from firstlight.planner.plan.machine import resolve_for
 from firstlight.recipe import (
@@ -520,6 +521,46 @@ def test_for_new_model_recipe_without_settings_gets_new_model_defaults() -> None
     assert (schedule.min_lr_ratio, schedule.warmup_ratio) == (0, 0.02)
     # Resolved recipes are complete, so they do not change when resolved again.
     assert for_new_model(found, {}) is found
+
+
+def last_scale(steps: int = 100, earlier: Any = None, **keys: Any) -> float:
+    """Return the learning rate of a run's last step as a fraction of the peak."""
+    recipe = recipe_of(schedule={"max_steps": steps, **keys})
+    found = Place().resolve(recipe, earlier).schedule
+    batch = BatchSchedule(4, 4)
+    return resolve_schedule(found, 1.0, 1000, batch, seq_len=32).lr_scale(steps - 1)
+
+
+@pytest.mark.parametrize("steps", [1, 2, 7, 100])
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"kind": "wsd"},
+        {"kind": "wsd", "decay_shape": "1-sqrt"},
+        {"kind": "linear", "min_lr_ratio": 0},
+        {"kind": "cosine", "min_learning_rate": 0},
+    ],
+)
+def test_schedule_that_ends_at_zero_does_so_after_last_step(
+    steps: int, keys: dict[str, Any]
+) -> None:
+    assert last_scale(steps, **keys) > 0
+    assert last_scale(steps, **keys, decay_starts_at_peak=False) == pytest.approx(0)
+
+
+def test_schedule_with_minimum_or_own_end_keeps_its_curve() -> None:
+    assert last_scale(kind="wsd", min_lr_ratio=0.1) == pytest.approx(0.1)
+    assert last_scale(kind="wsd", decay_steps=100) == 0
+    assert last_scale(kind="constant") == 1
+
+
+def test_schedule_of_resumed_run_keeps_its_curve() -> None:
+    older = {"schedule": {"kind": "wsd", "decay_starts_at_peak": None}}
+    assert last_scale(kind="wsd", earlier=older) == 0
+    trunk = {"schedule": {"kind": "constant", "decay_starts_at_peak": None}}
+    assert last_scale(kind="wsd", earlier=trunk) > 0
+    late = {"schedule": {"kind": "wsd", "decay_starts_at_peak": True}}
+    assert last_scale(kind="wsd", min_lr_ratio=0.1, earlier=late) > 0.1
 
 
 @pytest.mark.parametrize(

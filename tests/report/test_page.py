@@ -95,7 +95,7 @@ def test_run_page_shows_everything_a_run_holds(tmp_path: Path) -> None:
         "2.000gzip -9: 1.750 on all validation text",
         "; medians",
         "back to step 5: no number",
-        "micro-batch size 4 from now on (before: 8)",
+        "micro-batch size 4 instead of 8",
         "from the checkpoint of step 15",
         "learning_rate: 0.001",
         "16.0 GiB",

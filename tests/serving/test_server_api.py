@@ -58,7 +58,7 @@ def refused(direct: Direct, path: str, content: Any, param: str | None, code: st
 )
 def test_completion_prompt_of_unknown_type_is_rejected(direct: Direct, prompt: Any) -> None:
     message = refused(direct, POSTS[0], body_for(POSTS[0], prompt=prompt), "prompt", None)
-    assert message.startswith("prompt must be a text, a list of texts")
+    assert message.startswith("prompt must be a string, a list of strings")
 
 
 def test_completion_token_id_beyond_vocabulary_is_rejected(direct: Direct) -> None:

@@ -72,7 +72,7 @@ def test_logit_bias_with_invalid_values_is_rejected(direct: Direct, path: str) -
         message = refused(direct, path, body_for(path, logit_bias=value), "logit_bias", None)
         assert "token ids to numbers from -100 to 100" in message
     message = refused(direct, path, body_for(path, logit_bias={"322": 1}), "logit_bias", None)
-    assert "has token id 322, but the model has 322 tokens" in message
+    assert "contains token id 322, but the model has 322 tokens" in message
     many = {str(i): 0 for i in range(322)}
     for fine in ({}, None, {"321": -100}, {"5": 1.5}, many):
         assert direct.ask(path, body_for(path, logit_bias=fine)).status == 200

@@ -167,7 +167,7 @@ def test_load_tokenizer_damaged_ranks_are_named(
         (piece_file(MERGED, trainer=TRAINER + number(24, 1)), "white space at the end of words"),
         (piece_file(MERGED, normalizer=NORMALIZER + block(2, b"map")), "a character map"),
         (piece_file(MERGED, normalizer=NORMALIZER + number(3, 0)), "no space before the text"),
-        (piece_file(MERGED, normalizer=b""), "repeated spaces joined"),
+        (piece_file(MERGED, normalizer=b""), "merging of repeated spaces"),
         (piece_file(MERGED, extra=piece("<mask>", 0, 4)), "user-defined symbols"),
     ],
 )

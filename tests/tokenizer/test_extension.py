@@ -297,7 +297,7 @@ def test_extend_command_accepts_template_file_and_model_folder(
     options = ["--chat-template", str(template), "--out", str(out)]
     assert main(["tokenizer", "extend", str(tmp_path), *options]) == 0
     error = capsys.readouterr().err
-    assert f"the model grows when `firstlight train --init-from {tmp_path}` runs on data" in error
+    assert f"to extend the model, run `firstlight train --init-from {tmp_path}` on data" in error
     assert sorted(path.name for path in out.iterdir()) == [
         "tokenizer.json",
         "tokenizer_config.json",
@@ -315,7 +315,7 @@ def test_extend_command_accepts_template_file_and_model_folder(
         (
             "SOURCE --add --out OUT",
             2,
-            "--add needs a token; write one that begins with - as --add=-x",
+            "--add needs a token; write a token that begins with - as --add=-x",
         ),
         ("SOURCE --out OUT --add", 2, "--add needs a token"),
         ("SOURCE --add <a>", 2, "Missing option '--out'"),

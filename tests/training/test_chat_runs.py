@@ -351,7 +351,7 @@ def test_chat_run_long_conversations_raise_or_are_dropped_by_setting(
         ({"kind": "chat"}, "data.dir is missing"),
         ({"kind": "chat", "files": "a", "dir": "b"}, "set exactly one of dir"),
         ({"kind": "chat", "files": []}, "at least 1 item"),
-        ({"dir": "a", "template": "chatml"}, "template: applies only to files, not to"),
+        ({"dir": "a", "template": "chatml"}, "not to prepared folders, must be omitted: template"),
         (
             {"kind": "chat", "files": "a", "document_masking": False},
             ("can't be disabled for conversations, because"),

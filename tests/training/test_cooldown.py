@@ -126,7 +126,7 @@ def test_cooldown_is_bitwise_equal_to_end_of_wsd_run(
     train(whole)
     expected = metrics(tmp_path / "whole")
     assert metrics(found) == {step: expected[step] for step in range(9, 9 + steps)}
-    assert metrics(found)[8 + steps]["learning_rate"] == 0
+    assert metrics(found)[8 + steps]["learning_rate"] > 0
     last = list_checkpoints(found)[-1]
     assert state_of(last) == state_of(list_checkpoints(tmp_path / "whole")[-1])
 

@@ -501,7 +501,7 @@ def test_train_prints_averaged_steps(
         prepare([corpus], tokenizer, tmp_path / "data", val_fraction=0.0)
         values["data"]["dir"] = str(tmp_path / "data")
     train(values, progress=True)
-    said = "averaged weights of steps 2, 3 (average_last is 4, and there are no more)"
+    said = "averaged weights of steps 2, 3 (average_last is 4, but there are no more checkpoints)"
     said += ": val/loss" if validates else "\n"
     assert said in capsys.readouterr().err
 
@@ -535,7 +535,7 @@ def test_train_average_excludes_checkpoints_saved_on_stop(
     "checkpoint, says",
     [
         ({"average_last": 3}, "set keep_last to 3"),
-        ({"average_last": 1}, "average_last to at least 2"),
+        ({"average_last": 1}, "must be 0, or at least 2 and at most keep_last"),
         ({"average_last": 2, "every_steps": 0}, "set every_steps, or set average_last to 0"),
         ({"average_last": 2, "sharded": True}, "average_last reads full checkpoints"),
     ],
@@ -899,7 +899,7 @@ def test_train_damaged_logs_never_prevent_resume(
         assert f"{folder}/{name}:{line} is damaged" in said
         assert f"the old file is now {folder}/{name}.damaged" in said
         assert (folder / f"{name}.damaged").read_bytes() == content
-    assert f"{folder}/metrics.jsonl has no lines of steps 3, 6 to 7: weights" in said
+    assert f"{folder}/metrics.jsonl has no lines for steps 3, 6 to 7: weights" in said
     assert [line["step"] for line in metrics(broken)] == [1, 2, 4, 5, *range(8, 13)]
     assert weights(found.checkpoint) == weights(expected.checkpoint)
 
@@ -926,7 +926,9 @@ def test_train_log_damaged_during_run_does_not_end_it(
     # The tokens are those of this call's steps, and the speed is theirs in its whole time.
     assert found.summary.tokens == found.tokens_seen
     rate = found.summary.tokens / found.summary.seconds
-    assert f" for {found.summary.tokens:,} tokens, {rate:,.0f} tokens/s with evaluations" in said
+    assert (
+        f" for {found.summary.tokens:,} tokens, {rate:,.0f} tokens/s including evaluations" in said
+    )
     assert found.summary.step_seconds is None
     assert train(other, resume=True).summary.step_seconds is not None
 
@@ -1231,7 +1233,7 @@ def test_train_longer_schedule_raising_the_rate_warns_with_both_rates(
     was, longer = (peak * Schedule(steps, 2, steps, 0.1).lr_scale(4) for steps in (12, 20))
     said = (
         f"the learning rate at step 5 was {was:.4g} in the checkpoint's schedule, and is now "
-        f"{longer:.4g} (schedule.decay_steps 12 keeps the old schedule)\n"
+        f"{longer:.4g} (set schedule.decay_steps 12 to keep the old schedule)\n"
     )
     assert (said in err) == warns
     assert ("the learning-rate schedule has changed" in err) == warns
@@ -1392,6 +1394,22 @@ def test_train_without_disk_space_for_checkpoints_fails(
     usage = type(shutil.disk_usage("/"))
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(10**9, 10**9 - 1000, 1000))
     refused(recipe, StorageError, r"0 MB free, but the run's checkpoints need about \d MB")
+
+
+def test_train_without_disk_space_for_averaged_weights_fails(
+    recipe: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept = {"every_steps": 1, "keep_last": 2, "keep_best": 0}
+    values = changed(recipe, schedule={"max_steps": 3, "warmup_steps": 1}, checkpoint=kept)
+    checkpoint = train(values).checkpoint
+    sizes = {file.name: file.stat().st_size for file in checkpoint.glob("*.safetensors")}
+    # The third checkpoint is written before the first is deleted; the average comes after them.
+    free = 3 * sum(sizes.values()) + sizes[WEIGHTS_NAME] // 2
+    usage = type(shutil.disk_usage("/"))
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(10**9, 10**9 - free, free))
+    values = changed(values, run={"dir": str(tmp_path / "averaged")})
+    refused(changed(values, checkpoint={"average_last": 2}), StorageError, "checkpoints need about")
+    assert train(values).step == 3
 
 
 def test_train_checkpoint_folder_not_writable_fails_before_first_step(

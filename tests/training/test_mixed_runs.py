@@ -108,10 +108,10 @@ def test_mixed_run_trains_on_both_corpora_and_reports_shares(
     assert last["epoch"] == 48 / (rows_in(data) + rows_in(small))
     told = " ".join(capfd.readouterr().err.split())
     assert (
-        f"data: 48 rows of a mix of {rows_in(data) + rows_in(small)}: prepared 70.0% (34 row"
+        f"data: 48 rows from a mix of {rows_in(data) + rows_in(small)} rows: prepared 70.0% (34 row"
         in told
     )
-    assert re.search(r"small 30\.0% \(14 rows, 0\.\d+ of its epochs\)", told)
+    assert re.search(r"small 30\.0% \(14 rows, epochs: 0\.\d+\)", told)
 
 
 def test_mixed_run_validation_loss_is_weighted_mean(mixed: dict[str, Any]) -> None:
@@ -294,7 +294,7 @@ ONE = {"dir": "a", "weight": 1}
         ({"mix": [{**ONE, "name": "a/b"}]}, "data.mix.0.name: string should match pattern"),
         (
             {"mix": [{"dir": "a", "weight": 0.3333333333}, {"dir": "b", "weight": 0.6666666667}]},
-            "data: the weights of a mix (0.3333333333, 0.6666666667) repeat only",
+            "data: a mix with the weights (0.3333333333, 0.6666666667) has a period",
         ),
         (
             {"mix": [{"dir": "x/a", "weight": 1}, {"dir": "y/a/", "weight": 1}]},

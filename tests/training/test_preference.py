@@ -135,7 +135,7 @@ def test_preference_answers_within_prompt_are_not_learned() -> None:
         ({"prompt": "a", "chosen": "b", "rejected": "b"}, "are the same"),
         ({"prompt": "a", "chosen": "b", "rejected": " "}, "`rejected` with its prompt: .* blank"),
         ({"prompt": " ", "chosen": "b", "rejected": "c"}, "`chosen` with its prompt: .* blank"),
-        ({"chosen": "b", "rejected": "c"}, "`prompt` is missing, and `chosen` is only an answer"),
+        ({"chosen": "b", "rejected": "c"}, "`chosen` contains only an answer"),
         (
             {"chosen": say("a", "b"), "rejected": say("c", "b")},
             ("must each continue the same prompt"),

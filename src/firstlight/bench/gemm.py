@@ -708,8 +708,8 @@ class GemmRun:
         for name in bench.dtype:
             if name not in able:
                 raise ConfigError(
-                    f"{self.hardware.name} can't multiply {name} in hardware, and emulated rates "
-                    f"are meaningless: use {', '.join(able)}"
+                    f"{self.hardware.name} has no hardware support for {name} products, and the "
+                    f"rates of emulated products are meaningless: use {', '.join(able)}"
                 )
         require_known("model", [bench.model], MODELS)
         self.shape, self.dtypes = MODELS[bench.model], list(dict.fromkeys(bench.dtype)) or able

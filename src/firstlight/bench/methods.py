@@ -238,7 +238,7 @@ def _optimizer_rows() -> list[MethodRow]:
         MethodRow(
             "paged-adamw8bit",
             other("paged_adamw8bit"),
-            _IS_CPU + "it moves pages between GPU and CPU memory",
+            _IS_CPU + "the optimizer moves pages between GPU and CPU memory",
         ),
         MethodRow("adafactor", other("adafactor", learning_rate=1e-2)),
         MethodRow("muon", other("muon")),
@@ -283,7 +283,7 @@ def ladder_rows(
     other = (
         ""
         if is_gpt2
-        else ("applies only to GPT-2's layers, which are not written out in this model")
+        else ("applies only to the written-out layers of GPT-2, which this model does not have")
     )
     shared = (
         "two threads, but torch uses only one" if hardware.device.type == "cpu" else "a second GPU"
@@ -340,7 +340,7 @@ def why_skipped(row: MethodRow, hardware: Hardware, micro_batch_size: int, quick
     if row.changes.get("efficiency.precision") == "fp16" and hardware.device.type == "cpu":
         operations: Any = torch.ops.mkldnn
         if not operations._is_mkldnn_fp16_supported():
-            return "this CPU can't multiply fp16 in hardware: a step would take minutes"
+            return "this CPU has no hardware support for fp16: a step would take minutes"
     if quick and not row.in_quick:
         return "skipped by --quick"
     return ""

@@ -229,8 +229,8 @@ def verify_checkpoint(folder: Path, *, from_disk: bool = False) -> None:
     step, found = manifest["step"], load_trainer_state(folder).get("step", manifest["step"])
     if found != step:
         raise CheckpointError(
-            f"{folder} has files of two checkpoints: {STATE_NAME} is for step {found!r:.100}, "
-            f"but {MANIFEST_NAME} is for step {step}"
+            f"{folder} contains files from two checkpoints: {STATE_NAME} is for step "
+            f"{found!r:.100}, but {MANIFEST_NAME} is for step {step}"
         )
 
 

@@ -65,9 +65,9 @@ class CheckpointConfig(Section):
     def _keeps_enough(self) -> Self:
         if self.average_last == 1 or self.average_last > self.keep_last:
             raise ValueError(
-                f"average_last is {self.average_last}, but keep_last keeps {self.keep_last} "
-                f"checkpoints: set keep_last to {max(self.average_last, 2)}, and average_last to "
-                "at least 2, or to 0"
+                f"average_last is {self.average_last}, but must be 0, or at least 2 and at most "
+                f"keep_last ({self.keep_last}): change average_last, or set keep_last to "
+                f"{max(self.average_last, 2)}"
             )
         if self.average_last and not self.every_steps:
             raise ValueError(

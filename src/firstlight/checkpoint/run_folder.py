@@ -23,7 +23,7 @@ from firstlight.errors import CheckpointError, ConfigError, StorageError
 from firstlight.files.atomic import make_folder, storage_errors, write_file
 
 _LOCK_NAME = ".lock"
-_IN_USE = "is in use by another process: wait until it ends, or choose another folder"
+_IN_USE = "is in use by another process: wait until that process ends, or choose another folder"
 
 #: Number of attempts to lock the lock file in case other processes keep deleting it.
 _TRIES = 1000

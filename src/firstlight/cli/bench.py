@@ -213,10 +213,10 @@ def show_methods(result: Result) -> None:
     show_steps_head(result)
     show(
         f"MFU is relative to {machine['matmul_flops'] / 1e12:,.2f} TFLOP/s, this machine's rate of "
-        f"{machine['matmul_dtype']} matrix products; speed and memory are relative to the first "
-        "row, and memory on a CPU excludes the memory in use after the imports; the final loss is "
-        f"the loss of step {result['warmup_steps'] + result['steps']}, on the same rows except "
-        "with the larger batch; the first step includes compilation"
+        f"{machine['matmul_dtype']} matrix products. Speed and memory are relative to the first "
+        "row. On a CPU, memory excludes the memory in use after the imports. The final loss is the "
+        f"loss of step {result['warmup_steps'] + result['steps']}; all methods except the larger "
+        "batch train on the same rows. The first step includes compilation."
     )
     header = (
         "samples/s | (min-max) | tokens/s | MFU | peak memory | speed | memory | final loss"

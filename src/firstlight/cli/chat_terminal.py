@@ -332,7 +332,7 @@ class Terminal:
         from firstlight.files.atomic import write_json
 
         if not text:
-            raise ConfigError("/save needs the name of a file: /save chat.json")
+            raise ConfigError("/save needs a file name, such as /save chat.json")
         path = Path(text).expanduser()
         if not path.parent.is_dir():
             raise InputError(f"folder {path.parent} does not exist: create it, or choose another")

@@ -27,7 +27,7 @@ from firstlight.console import say
 @click.option("--tokenizer", help="Tokenizer folder or file to use instead of the source's.")
 @path_option(
     "--config",
-    help="JSON file with settings that are missing in "
+    help="JSON file with settings that are missing from "
     "another program's files, in the format of config.json.",
 )
 @click.option(

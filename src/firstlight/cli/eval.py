@@ -47,8 +47,8 @@ _ROWS, _TEXTS = 8, 32
     multiple=True,
     metavar="TASK",
     help="Task to score: hellaswag,FILE.jsonl; hellaswag (data from the hub); or tasks of "
-    "lm-evaluation-harness, lm-eval:NAME,NAME,... Can be repeated. The loss is then only computed "
-    "with --data or --sample.",
+    "lm-evaluation-harness, lm-eval:NAME,NAME,... Can be repeated. With --tasks, the loss is "
+    "computed only if --data or --sample is given.",
 )
 @count_option("--items", help="Use only the first N items of each task.")
 @click.option(

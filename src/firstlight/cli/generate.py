@@ -77,7 +77,7 @@ def _say_model_settings(loaded: LoadedModel, named: Sequence[str] = ()) -> None:
 @click.command("generate")
 @click.argument("checkpoint")
 @best_option
-@click.option("--prompt", required=True, help="Text to continue; '' starts from nothing.")
+@click.option("--prompt", required=True, help="Text to continue; '' is an empty prompt.")
 @config_options(
     SamplingConfig, "max_new_tokens", *SAMPLING, "seed", "slide", "slide_tokens", "beams"
 )
@@ -91,7 +91,7 @@ def _say_model_settings(loaded: LoadedModel, named: Sequence[str] = ()) -> None:
     "--logit-bias",
     multiple=True,
     metavar="ID=BIAS",
-    help="Add -100 to 100 to a token's logit. Can be repeated.",
+    help="Add a bias from -100 to 100 to a token's logit. Can be repeated.",
 )
 @click.option("--stop", multiple=True, metavar="TEXT", help="Stop before TEXT. Can be repeated.")
 @click.option(
@@ -192,7 +192,7 @@ def _biases(given: tuple[str, ...]) -> dict[int, float]:
                 f"--logit-bias {text} is not of the form ID=BIAS, such as 50256=-100"
             ) from None
         if token_id in found:
-            raise ConfigError(f"--logit-bias is given twice for the token {token_id}")
+            raise ConfigError(f"--logit-bias is given twice for token {token_id}")
         found[token_id] = value
     return found
 
@@ -294,7 +294,7 @@ def chat_command(
     "--json",
     "as_json",
     is_flag=True,
-    help="Print one JSON object to stdout when ready: url, model, ...",
+    help="Print one JSON object to stdout when the server is ready: url, model, ...",
 )
 def serve_command(
     checkpoint: str,

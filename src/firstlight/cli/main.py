@@ -342,7 +342,7 @@ def _run(arguments: list[str], command: click.Command, program: str) -> int:
     if 0 < _address_limit() < _LEAST_ADDRESSES and not {"-h", "--help"} & set(arguments):
         message = (
             f"the shell limits the address space to {_address_limit() / 1e9:.2f} GB (ulimit -v), "
-            f"but torch alone takes {_LEAST_ADDRESSES / 1e9:.1f} GB: raise the limit"
+            f"but torch alone needs {_LEAST_ADDRESSES / 1e9:.1f} GB: raise the limit"
         )
         return _fail(message, "MemoryError", 1, as_json)
     try:

@@ -335,7 +335,7 @@ def _unknown_option(argument: str, name: str) -> str:
     from firstlight.recipe import hint_for_other_name, known_keys
 
     if any(key.startswith(f"{name}.") for key in known_keys()):
-        return f"{argument} is a section: set its keys, --{name}.KEY VALUE"
+        return f"{argument} is a section: set one of its keys with --{name}.KEY VALUE"
     if hint := hint_for_other_name(name.replace("-", "_"), as_option=True):
         return f"unknown option {argument}{hint}"
     context = click.get_current_context(silent=True)

@@ -31,12 +31,14 @@ DOES_NOT_FIT_EXIT_CODE = 3
 @click.option("--gpu-memory", metavar="SIZE", help="Memory of each GPU, such as 24GiB.")
 @click.option("--gpus", type=int, default=1, show_default=True, help="Number of GPUs.")
 @click.option(
-    "--budget", metavar="TIME", help="Plan the best model for this time, such as 90min, 24h or 3d."
+    "--budget",
+    metavar="TIME",
+    help="Plan the best model for this training time, such as 90min, 24h or 3d.",
 )
 @click.option(
     "--tokens",
     metavar="COUNT",
-    help="Plan the best model for this number of tokens, such as 300M or 10B.",
+    help="Plan the best model for this number of training tokens, such as 300M or 10B.",
 )
 @click.option(
     "--price-per-hour", type=float, help="Price of a GPU per hour, to show the cost of the run."

@@ -72,8 +72,8 @@ _OF_TEXT = {
     type=click.Choice(["text", "chat", "preference"]),
     default="text",
     show_default=True,
-    help="Kind of data: text; chat, for conversations with a label for each "
-    "token to learn; or preference, for pairs of answers to a prompt.",
+    help="Kind of data: text; chat, for conversations with labels for the tokens "
+    "to train on; or preference, for pairs of answers to a prompt.",
 )
 @click.option(
     "--val-input",
@@ -98,7 +98,7 @@ _OF_TEXT = {
 @click.option(
     "--train-on",
     type=click.Choice(["assistant", "last", "answers", "all"]),
-    help="With --kind chat: tokens to learn: all messages of the assistant, "
+    help="With --kind chat: train on all messages of the assistant, "
     "its last message, its messages without reasoning, or everything.  [default: assistant]",
 )
 @click.option(
@@ -141,8 +141,11 @@ def prepare_command(
     of_text = {name: options.pop(name) for name in _OF_TEXT}
     of_chat = {name: value for name, value in options.items() if value not in (None, ())}
     from firstlight.checkpoint.selection import resolve_tokenizer
+    from firstlight.data.sources import note_on_inputs
 
     folders = (resolve_tokenizer(tokenizer), out)
+    if note := note_on_inputs(inputs):
+        say(note)
     shared: dict[str, Any] = {"val_fraction": val_fraction, "val_inputs": val_inputs}
     shared["overwrite"] = overwrite
     if kind == "text":
@@ -166,13 +169,10 @@ def prepare_command(
 def _prepare_text(inputs: tuple[str, ...], *folders: Path, **options: Any) -> dict[str, Any]:
     """Prepare texts. The arguments are passed to `firstlight.data.prepare.prepare`."""
     from firstlight.data.prepare import prepare
-    from firstlight.data.sources import note_on_inputs
 
     for name in ("max_documents", "max_tokens"):
         if options[name] is not None:
             options[name] = int(parse_count(options[name]))
-    if note := note_on_inputs(inputs):
-        say(note)
     return prepare(inputs, *folders, progress=True, **options)
 
 

@@ -68,8 +68,8 @@ def push_command(
     pushed = push(source, repository, upload=not dry_run, **options)
     if pushed.unfinished_of is not None:
         say(
-            f"note: the run is not finished: this is step {pushed.step:,} of "
-            f"{pushed.unfinished_of:,}, which the card states"
+            f"note: the run is not finished: the checkpoint is from step {pushed.step:,} of "
+            f"{pushed.unfinished_of:,}, as stated in the card"
         )
     return _shown(pushed)
 

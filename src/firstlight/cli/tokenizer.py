@@ -124,7 +124,7 @@ class _ManyTokens(click.Command):
         for word, following in zip_longest(args, args[1:]):
             if word == "--add" and (following is None or following.startswith("-")):
                 raise click.UsageError(
-                    "--add needs a token; write one that begins with - as --add=-x"
+                    "--add needs a token; write a token that begins with - as --add=-x"
                 )
             if word.startswith("-"):
                 adding = word.split("=")[0] == "--add"
@@ -178,8 +178,8 @@ def extend_command(
     show(f"{out}: {after.vocab_size} tokens, {len(added)} of them new")
     if (place / "config.json").is_file():
         say(
-            "only the tokenizer was written: the model grows when `firstlight train --init-from "
-            f"{source}` runs on data that was prepared with --tokenizer {out}"
+            "only the tokenizer was written: to extend the model, run `firstlight train "
+            f"--init-from {source}` on data prepared with --tokenizer {out}"
         )
     return {
         "out": out,

@@ -60,29 +60,33 @@ TEXT_OPTIONS = (
 #: Decorator that adds the options that apply only to texts.
 text_options = grouped(
     click.option(
-        "--budget", metavar="TIME", help="Texts: time for the whole command, such as 30m."
+        "--budget", metavar="TIME", help="With texts: time for the whole command, such as 30m."
     ),
-    click.option("--tokens", metavar="N", help="Texts: tokens to train on, such as 10M."),
-    click.option("--steps", type=int, metavar="N", help="Texts: optimizer steps to train."),
+    click.option("--tokens", metavar="N", help="With texts: tokens to train on, such as 10M."),
+    click.option("--steps", type=int, metavar="N", help="With texts: optimizer steps to train."),
     click.option(
         "--size",
         metavar="SIZE",
-        help="Texts: tiny, small, medium, large, xl, or a number of parameters such as 10M.",
+        help="With texts: tiny, small, medium, large, xl, or a number of parameters such as 10M.",
     ),
-    click.option("--plan-only", is_flag=True, help="Texts: show the plan of the run and exit."),
-    click.option("--explain", is_flag=True, help="Texts: show each chosen setting and its reason."),
+    click.option(
+        "--plan-only", is_flag=True, help="With texts: show the plan of the run and exit."
+    ),
+    click.option(
+        "--explain", is_flag=True, help="With texts: show each chosen setting and its reason."
+    ),
     click.option("--gpu", metavar="NAME", help="With --plan-only: GPU to plan for."),
     click.option(
         "--text-key",
         metavar="KEY",
-        help="Texts: text field in JSONL, CSV and Parquet.",
+        help="With texts: text field in JSONL, CSV and Parquet.",
     ),
     click.option(
         "--val-input",
         "val_inputs",
         multiple=True,
         metavar="INPUT",
-        help="Texts: validation texts, instead of a held-out part of INPUT.",
+        help="With texts: validation texts, instead of a held-out part of INPUT.",
     ),
     as_is_option,
 )
@@ -186,7 +190,7 @@ def _ask(plan: RunPlan) -> float:
     """Ask the user for the maximum duration of the run, and return it in seconds."""
     from firstlight.from_texts.plan import offers
 
-    say("How long may the run take?")
+    say("How long should the run take?")
     for seconds, choices in offers(plan):
         expected = counted(choices.epochs, "epoch", ".2g")
         if choices.bits_per_byte is not None:
@@ -273,7 +277,7 @@ def _write_short(
     known = {name: text for rows in sections.values() for name, text in rows}
     names = [f"--{key}" for key in _USUAL_KEYS if f"--{key}" in known]
     width = formatter.width - max(map(len, names)) - 6
-    with formatter.section("Keys of the recipe that are set most often"):
+    with formatter.section("Most commonly set keys of the recipe"):
         formatter.write_dl(
             [(name, textwrap.shorten(known[name], width, placeholder=" ...")) for name in names]
         )
@@ -281,7 +285,7 @@ def _write_short(
     count = len(known)
     formatter.write_paragraph()
     formatter.write_text(
-        f"All {count} keys, of the sections {', '.join(titles)}: firstlight train --help-all"
+        f"All {count} keys in the sections {', '.join(titles)}: firstlight train --help-all"
     )
 
 
@@ -325,8 +329,8 @@ def _show_all_help(ctx: click.Context, _: click.Parameter, is_asked: bool) -> No
 @count_option(
     "--cooldown",
     metavar="STEPS",
-    help="Instead of a recipe, name a run or checkpoint with schedule.kind wsd or constant: a new "
-    "run branches off and decays its learning rate over STEPS steps.",
+    help="Start a new run that decays the learning rate over STEPS steps. Instead of a recipe, "
+    "name the run or checkpoint to branch off from; its schedule.kind must be wsd or constant.",
 )
 @click.option(
     "--plan",
@@ -345,7 +349,7 @@ def _show_all_help(ctx: click.Context, _: click.Parameter, is_asked: bool) -> No
     metavar="N",
     help="With --nproc: number of machines.",
 )
-@click.option("--node-rank", type=int, help="With --nnodes: rank of this machine, from 0.")
+@click.option("--node-rank", type=int, help="With --nnodes: rank of this machine, counted from 0.")
 @click.option(
     "--rdzv-endpoint",
     metavar="HOST:PORT",
@@ -355,7 +359,7 @@ def _show_all_help(ctx: click.Context, _: click.Parameter, is_asked: bool) -> No
     "--max-restarts",
     type=click.IntRange(0),
     metavar="N",
-    help="With --nproc: restarts after a failed process.",
+    help="With --nproc: maximum number of restarts after a process fails.",
 )
 def train_command(arguments: tuple[str, ...], as_json: bool, **options: Any) -> dict[str, Any]:
     """Train a model on texts or with a recipe, or fine-tune an existing model.
@@ -405,8 +409,8 @@ def _train_on_texts(
         raise ConfigError("--plan is only for recipes: omit it with texts, or use --plan-only")
     if options["new_rows"] != _NEW_ROWS:
         raise ConfigError(
-            "--new-rows is only for recipes: omit it with texts, which use the tokenizer of the "
-            "model"
+            "--new-rows is only for recipes: omit it with texts, which use the model's own "
+            "tokenizer"
         )
     if options["best"]:
         options |= {"init_from": _best_of(options["init_from"])}
@@ -414,7 +418,7 @@ def _train_on_texts(
     if of_run is not None:
         say_findings(of_run.findings)
         if of_run.stopped_by is not None or of_run.diverged:
-            _end_stopped(of_run, "the same command continues the run")
+            _end_stopped(of_run, "to continue, run the same command again")
     return found
 
 
@@ -496,8 +500,8 @@ def _cooled(
     recipe, checkpoint = cooldown_recipe(trunk, steps, overrides)
     if (resume or find_world().size > 1) and checkpoint != Path(trunk).expanduser():
         raise ConfigError(
-            f"{trunk} may get a newer checkpoint before all processes or a later start read it: "
-            f"with --nproc or --resume, give the path of a checkpoint, such as {checkpoint}"
+            f"other processes or a later start may find a newer checkpoint in {trunk}: with "
+            f"--nproc or --resume, give the path of a checkpoint, such as {checkpoint}"
         )
     return recipe, checkpoint
 
@@ -626,11 +630,11 @@ def launch_if_asked(ctx: click.Context) -> int | None:
     if nproc is None:
         given = next((name for name, value in asked.items() if value is not None), None)
         if given is not None:
-            raise ConfigError(f"--{given} needs --nproc, the processes per machine")
+            raise ConfigError(f"--{given} needs --nproc, the number of processes per machine")
         return None
     nnodes = 1 if asked["nnodes"] is None else asked["nnodes"]
     if nnodes > 1 and asked["node-rank"] is None:
-        raise ConfigError("--nnodes needs --node-rank, the rank of this machine from 0")
+        raise ConfigError("--nnodes needs --node-rank, the rank of this machine, counted from 0")
     _require_no_launcher(nnodes)
     count = _count(nproc)
     if count == 1 and nnodes == 1 and not asked["max-restarts"]:

@@ -161,8 +161,8 @@ def require_same_tensors(
     for name in sorted(source.keys() | result.keys()):
         if name not in source or name not in result:
             raise ModelError(
-                f"the converted model differs from the source: {name} exists in only one of them; "
-                "nothing was written"
+                f"the converted model differs from the source: {name} exists in only one of the "
+                "two; nothing was written"
             )
         largest, difference = _distance(source[name], result[name])
         limit = share * largest + smallest
@@ -225,8 +225,8 @@ def require_same_logits(
         where = " at half of all positions" if is_routed else ""
         raise ModelError(
             "the converted model differs from the source: on a fixed prompt, the logits "
-            f"differ{where} by up to {judged:.3g}, and the largest logit is {largest:.3g} "
-            f"(allowed: {limit:g} of it); nothing was written"
+            f"differ{where} by up to {judged:.3g}, but only {limit:g} of the largest logit "
+            f"({largest:.3g}) is allowed; nothing was written"
         )
     return difference, largest
 

@@ -594,9 +594,9 @@ def with_qkv_biases(model: Source) -> Source:
         if name.endswith(".attn.c_attn.weight"):
             tensors[name.removesuffix("weight") + "bias"] = weight.new_zeros(weight.shape[1])
     note = (
-        "this model has no biases for queries, keys and values (qkv_bias: false), but GPT-2 has "
-        "them in other programs: zero biases were written, which are trained if the result is "
-        "trained"
+        "this model has no biases for queries, keys and values (qkv_bias: false), but other "
+        "programs require them in GPT-2: zero biases were written, and training the result also "
+        "trains them"
     )
     config = {key: value for key, value in model.config.items() if key != "qkv_bias"}
     return dataclasses.replace(model, config=config, tensors=tensors, notes=(*model.notes, note))

@@ -82,7 +82,7 @@ def read_pickle(path: Path) -> Any:
     if not is_zip and start != _BEFORE_1_6:
         found = "it is empty" if not start else "it was not written by torch.save"
         raise ModelError(
-            f"{path} is not a PyTorch checkpoint: {found} (supported are nanoGPT's ckpt.pt, "
+            f"{path} is not a PyTorch checkpoint: {found} (supported: nanoGPT's ckpt.pt, "
             f"LLMs-from-scratch's model.pth and the {PICKLED_NAME} of a model folder)"
         )
     try:

@@ -315,7 +315,7 @@ class _ChatPreparation:
         if lost and self._options.on_bad != "keep":
             raise BadRecordError(*next(iter(lost.items())))
         if not all(any(example.loss_mask[1:]) for example in examples):
-            raise BadRecordError("not_learned", "the rendered text has no tokens of the assistant")
+            raise BadRecordError("not_learned", "the rendered text contains no assistant tokens")
         for reason, detail in lost.items():
             first = {"records": 0, "first": f"{record.place}: {detail}"}
             self._lost.setdefault(reason, first)["records"] += 1
@@ -369,7 +369,7 @@ class _ChatPreparation:
         is_chatml = all(token in known for token in required_tokens("hermes"))
         if is_chatml and {"lost_tools", "lost_calls", "lost_results"}.intersection(reasons):
             return "the built-in template hermes includes tools"
-        return "another template may include it"
+        return "another template may include the omitted part"
 
     def _require_examples(self) -> None:
         if not self._documents("train"):
@@ -413,7 +413,7 @@ class _ChatPreparation:
 
 
 #: Version of the cached folders. Increase it when a change in the code affects the result.
-_VERSION = 4
+_VERSION = 5
 
 
 def cached_chat(

@@ -368,7 +368,8 @@ def change_lines(
         elif change.startswith(CHAT):
             yield (
                 f"warning: {where}: {change.removeprefix(CHAT)} is treated as plain "
-                f"text{within}; use --kind chat (prepare) for a file that contains only chats"
+                f"text{within}; write chats as records with `messages`, which --init-from MODEL "
+                "(train) and --kind chat (prepare) read"
             )
         elif change.startswith(TRANSCRIPT):
             # Warn only if more than half of the documents consist of such turns. A few of them may

@@ -71,17 +71,17 @@ MAX_CONVERSATION_CHARS = 4_000_000
 REASONS = {
     "bad_utf8": "not valid UTF-8",
     "bad_utf16": "not valid UTF-16 or UTF-32",
-    "binary": "another kind of file, not text",
+    "binary": "not a text file",
     "broken_json": "not valid JSON",
     "broken_row": "not a valid row of a table",
     "too_long": "more text than fits into any model's context",
-    "unknown_form": "of unknown format",
+    "unknown_form": "an unknown format",
     "wrong_type": "an entry of the wrong type",
     "unknown_role": "an unknown role",
-    "empty": "nothing said",
+    "empty": "an empty conversation or message",
     "no_assistant": "no answer",
     "template": "rejected by the chat template",
-    "not_learned": "nothing to learn",
+    "not_learned": "nothing to train on",
     "no_pair": "not two answers to one prompt",
     "held_out": "a question that is also in the validation data",
     **{key: f"{text} that the chat template omits" for key, text in LOST.items()},
@@ -215,9 +215,9 @@ def _learned_fields(record: object) -> dict[str, Any]:
         raise BadRecordError("wrong_type", f"{_kind(record)}, not an object")
     fields = record_fields(record)
     for key in (*_LEARNED, *(["label"] if "completion" in fields else [])):
-        if str(fields.get(key)).lower() in ("0", "0.0", "false"):
+        if str(fields.get(key)).lower() in _OFF:
             raise BadRecordError("not_learned", f"`{key}` is {str(fields[key]).lower()}")
-    if str(fields.get("weight", 1)).lower() not in ("1", "1.0", "true"):
+    if str(fields.get("weight", 1)).lower() not in _ON:
         raise BadRecordError("wrong_type", "the record has a weight other than 0 and 1")
     return fields
 
@@ -318,7 +318,8 @@ def _side(fields: Mapping[str, Any], name: str, role: str) -> list[dict[str, Any
     if isinstance(value, int) and "choices" in fields:
         raise BadRecordError(
             "wrong_type",
-            f"`{name}` is the number of one of `choices`: write its text instead, for example with "
+            f"`{name}` is the index of an entry in `choices`: write the text of that entry "
+            "instead, for example with "
             f"jq -c '{{prompt: .question, completion: .choices[.{name}]}}' FILE > OUT.jsonl",
         )
     if isinstance(value, str):
@@ -403,7 +404,8 @@ def unused_fields(record: object, conversation: Conversation) -> list[str]:
         is_long = len(value) > _CHANCE_CHARACTERS or name in _VALUE_FIELDS
         return is_long and any(_without_end(value).strip() in text for text in texts)
 
-    present = {key: value for key, value in record.items() if value == value}
+    # The index of a table written by pandas is a column named "".
+    present = {key: value for key, value in record.items() if key and value == value}
     return [
         str(key)
         for key, value in present.items()
@@ -453,7 +455,7 @@ def _messages(entries: object, name: str, start: int = 0) -> list[dict[str, Any]
             messages += _from_columns(record_fields(entry))
             continue
         if not isinstance(role, str):
-            raise BadRecordError("wrong_type", f"{where} has no text `{role_key}`")
+            raise BadRecordError("wrong_type", f"{where} has no text in `{role_key}`")
         content = entry.get(content_key)
         if content is None and any(entry.get(key) for key in _BESIDE_CONTENT):
             content = ""
@@ -540,6 +542,8 @@ def _checked(messages: list[dict[str, Any]]) -> Conversation:
 #: Keys that specify whether a message or record is trained on, as used in datasets for OpenAI,
 #: axolotl and ms-swift.
 _LEARNED = ("weight", "train", "training", "loss")
+#: Values of these keys, in lower case. Tables contain them as strings.
+_OFF, _ON = ("0", "0.0", "false"), ("1", "1.0", "true")
 #: A field in `_USED_FIELDS` is always considered used. A field in `_VALUE_FIELDS` is considered
 #: used if its value is not a string. Any other string is considered used if it occurs in a message
 #: and has more than `_CHANCE_CHARACTERS` characters, which is too long for a coincidence.
@@ -557,12 +561,12 @@ def _with_weights(messages: list[dict[str, Any]]) -> Conversation:
     masked = set()
     for index, message in enumerate(messages):
         for key in _LEARNED:
-            value = message.get(key, 1)
-            if value not in (0, 1):
+            value = str(message.get(key, 1)).lower()
+            if value not in (*_OFF, *_ON):
                 raise BadRecordError(
                     "wrong_type", f"message {index + 1} has a {key} other than 0 and 1"
                 )
-            if value == 0 and message["role"] in _ANSWERING:
+            if value in _OFF and message["role"] in _ANSWERING:
                 masked.add(index)
     if all(i in masked for i, one in enumerate(messages) if one["role"] in _ANSWERING):
         raise BadRecordError("not_learned", "all of its answers have weight 0 or `train: false`")
@@ -596,7 +600,17 @@ class _Markup(NamedTuple):
     after: Mapping[str, str] = {}
 
 
-_LLAMA2_ROLES = {"[INST]": "user", "[/INST]": "assistant", "<<SYS>>": "system", "<</SYS>>": "user"}
+_MISTRAL = _Markup(
+    r"\s?(\[INST\]|\[/INST\]|<<SYS>>|<</SYS>>|\[SYSTEM_PROMPT\])[ \n]{0,2}",
+    r"\s?</s>|\[/SYSTEM_PROMPT\]",
+    {
+        "[INST]": "user",
+        "[/INST]": "assistant",
+        "<<SYS>>": "system",
+        "<</SYS>>": "user",
+        "[SYSTEM_PROMPT]": "system",
+    },
+)
 _ZEPHYR = _Markup(r"<\|(system|user|assistant)\|>\n?", r"<\|end\|>|</s>|<\|endoftext\|>")
 #: Control tokens of chat templates, keyed by the token with which a conversation begins.
 _MARKUP = {
@@ -605,8 +619,10 @@ _MARKUP = {
         r"<\|start_header_id\|>\s*(\w+)\s*<\|end_header_id\|>\n{0,2}", r"<\|(?:eot_id|eom_id)\|>"
     ),
     "<start_of_turn>": _Markup(r"<start_of_turn>[ \t]*(\w+)[ \t]*(?:\n|\Z)", "<end_of_turn>"),
-    "[INST]": _Markup(
-        r"\s?(\[INST\]|\[/INST\]|<<SYS>>|<</SYS>>)[ \n]{0,2}", r"\s?</s>", _LLAMA2_ROLES
+    "[INST]": _MISTRAL,
+    "[SYSTEM_PROMPT]": _MISTRAL,
+    "<|START_OF_TURN_TOKEN|>": _Markup(
+        r"<\|START_OF_TURN_TOKEN\|><\|(\w+)_TOKEN\|>", r"<\|END_OF_TURN_TOKEN\|>"
     ),
     "<|system|>": _ZEPHYR,
     "<|user|>": _ZEPHYR,
@@ -620,19 +636,21 @@ _MARKUP = {
 _TRANSCRIPT = _Markup(r"(?:\A\s*|\n\n)(Human|Assistant):", r"(?!)")
 #: Tokens that a tokenizer itself adds at the beginning and end of a sequence.
 _EDGES = re.compile(
-    "<s>|</s>|<bos>|<eos>|<\\|(?:begin_of_text|end_of_text|startoftext|endoftext)\\|>"
+    r"<s>|</s>|<bos>|<eos>|<(?:BOS|EOS)_TOKEN>|\[gMASK\]|<sop>"
+    r"|<\|(?:begin_of_text|end_of_text|startoftext|endoftext)\|>"
     "|<\uff5c(?:begin|end)\u2581of\u2581sentence\uff5c>"
 )
 #: Pattern for the control tokens of all known chat templates, and substrings for a fast check:
 #: every control token contains at least one of them.
 _CONTROL_TOKEN = re.compile(
-    r"<\|[a-z]\w{2,}\|>|<\uff5c\w+\uff5c>|<(?:start|end)_of_turn>|"
-    r"\[/?(?:INST|TOOL_CALLS|TOOL_RESULTS|AVAILABLE_TOOLS)\]"
+    r"<\|[A-Za-z]\w{2,}\|>|<\uff5c\w+\uff5c>|<(?:start|end)_of_turn>|"
+    r"\[/?(?:INST|SYSTEM_PROMPT|TOOL_CALLS|TOOL_RESULTS|AVAILABLE_TOOLS)\]"
 )
-_CONTROL_PARTS = ("<|", "_of_turn>", "<\uff5c", "INST]", "TOOL_", "_TOOLS]")
+_CONTROL_PARTS = ("<|", "_of_turn>", "<\uff5c", "INST]", "TOOL_", "_TOOLS]", "_PROMPT]")
 #: Tokens that a chat template itself adds at the end of an answer.
 _END = re.compile(
-    rf"(?:\s*(?:{_EDGES.pattern}|<\|(?:im_end|eot_id|eom_id|end)\|>|<end_of_turn>))+\s*\Z"
+    rf"(?:\s*(?:{_EDGES.pattern}|<end_of_turn>|"
+    r"<\|(?:im_end|eot_id|eom_id|end|END_OF_TURN_TOKEN)\|>))+\s*\Z"
 )
 
 
@@ -800,7 +818,7 @@ def to_pair(record: object) -> Pair:
     prompt = _pair_prompt(fields)
     if not prompt and any(one[0]["role"] == "assistant" for one in answers):
         raise BadRecordError(
-            "wrong_type", f"`prompt` is missing, and `{names[0]}` is only an answer"
+            "wrong_type", f"`prompt` is missing, and `{names[0]}` contains only an answer"
         )
     both = []
     for name, answer in zip(names, answers, strict=True):

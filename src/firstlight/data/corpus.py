@@ -470,8 +470,8 @@ def whole_weights(weights: Sequence[float]) -> list[int]:
         total = sum(exact)
         rounded = [max(round(1000 * share / total), 1) for share in exact]
         raise ConfigError(
-            f"the weights of a mix ({', '.join(map(repr, weights))}) repeat only after "
-            f"{sum(whole):,} rows, more than the limit of {MAX_PERIOD:,}: round them, for "
+            f"a mix with the weights ({', '.join(map(repr, weights))}) has a period of "
+            f"{sum(whole):,} rows, more than the limit of {MAX_PERIOD:,}: round the weights, for "
             f"example to {', '.join(map(str, rounded))}"
         )
     return whole
@@ -612,10 +612,10 @@ class MixedDataset(Corpus):
         counts, epochs = self.turns.counts(rows), self.epochs_by_corpus(rows, seq_len)
         shares = ", ".join(
             f"{one.name} {one.weight / self.turns.period:.1%} ({count:,} rows, "
-            f"{epochs[one.name]:.3g} of its epochs)"
+            f"epochs: {epochs[one.name]:.3g})"
             for one, count in zip(self.parts, counts, strict=True)
         )
-        yield f"data: {rows:,} rows of a mix of {self.num_rows(seq_len):,}: {shares}"
+        yield f"data: {rows:,} rows from a mix of {self.num_rows(seq_len):,} rows: {shares}"
 
     def records(self, seq_len: int) -> list[dict[str, Any]]:
         return [record for one in self.parts for record in one.dataset.records(seq_len)]
@@ -637,7 +637,7 @@ def _require_same_tokenizer(first: TokenDataset, other: TokenDataset) -> None:
     if any(first.manifest.get(key) != other.manifest.get(key) for key in keys):
         raise DataError(
             f"{other.folder} can't be mixed with {first.folder}: they were prepared with "
-            f"different tokenizers; prepare it again with --tokenizer {first.folder}"
+            f"different tokenizers; prepare {other.folder} again with --tokenizer {first.folder}"
         )
 
 

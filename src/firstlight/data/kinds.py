@@ -60,7 +60,7 @@ _PANDOC = f"{_TEXT_BY}pandoc -f %s {{file}} -t plain -o {{text}}"
 _SHEET = (
     "save it as CSV in a spreadsheet program, and give the name of its text column with --text-key"
 )
-_SLIDES = "save it as PDF, and extract the text from that with pdftotext"
+_SLIDES = "save it as PDF, and extract the text from the PDF with pdftotext"
 _UNPACKED_BY = "unpack it with %s, and use that folder"
 _COMPRESSED, _PIPED_BY = "a compressed file", "unpack it with %s -dc < {file} > {text}"
 #: Templates of patterns for the first bytes of ZIP files: an OpenDocument file of a given type, and
@@ -127,7 +127,10 @@ _KINDS = (
     ),
     FileKind("a Parquet table", "rename it to end in .parquet", "", rb"PAR1"),
     FileKind(
-        "an Arrow table", "convert it with to_parquet of the datasets package", ".arrow", rb"ARROW1"
+        "an Arrow table",
+        "convert it with Dataset.to_parquet of the datasets package",
+        ".arrow",
+        rb"ARROW1",
     ),
     FileKind(
         "a file of numbers",
@@ -201,7 +204,7 @@ ANSWER_FIELDS = tuple(
 #: Fields whose text is appended to the question in the same message.
 CONTEXT_FIELDS = ("input", "context")
 SYSTEM_FIELDS = tuple(
-    "system system_prompt system_message system_instruction systeminstruction".split()
+    "system system_prompt system_message system_instruction systemprompt systeminstruction".split()
 )
 #: Fields of a record that may contain the reasoning before the answer, in addition to the keys for
 #: reasoning in its messages.
@@ -312,13 +315,15 @@ def conversation_kind(
 
     Args:
         fields: names of the fields.
-        text_key: name of the text field. If `text_key` is "text", a record with this field is a
-            text document even if it also has a question and an answer, except for preference pairs,
-            lists of messages and Alpaca's format. With any other `text_key`, a record with this
-            field is always a text document.
+        text_key: name of the text field; "" if there is none. If `text_key` is "text", a record
+            with this field is a text document even if it also has a question and an answer, except
+            for preference pairs, lists of messages and Alpaca's format. With any other `text_key`,
+            a record with this field is always a text document.
     """
     names = {field_name(field) for field in fields}
-    if text_key in fields and text_key != "text":
+    # The index of a table written by pandas is a column named "".
+    has_text = text_key != "" and text_key in fields
+    if has_text and text_key != "text":
         return None
     if any(names.issuperset(pair) for pair in PAIR_FIELDS):
         return "preference"
@@ -327,7 +332,7 @@ def conversation_kind(
     if names.intersection(MESSAGE_FIELDS) or {"instruction", "output"} <= names:
         return "chat"
     is_answered = names.intersection(QUESTION_FIELDS) and names.intersection(ANSWER_FIELDS)
-    return "chat" if is_answered and text_key not in fields else None
+    return "chat" if is_answered and not has_text else None
 
 
 def conversation_text(fields: Collection[str]) -> str | None:

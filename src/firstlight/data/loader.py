@@ -394,7 +394,8 @@ class DataConfig(Section):
         changed = [n for n in given if getattr(self, n) != type(self).model_fields[n].default]
         if self.files is None and changed:
             raise ValueError(
-                f"{', '.join(changed)}: applies only to files, not to prepared folders: omit it"
+                "keys that apply only to files, not to prepared folders, must be omitted: "
+                f"{', '.join(changed)}"
             )
         if self.val_files is not None and "val_fraction" in changed and self.val_fraction:
             raise ValueError(

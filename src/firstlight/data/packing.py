@@ -48,6 +48,7 @@ from firstlight.data.conversations import REASONS
 from firstlight.data.corpus import Corpus, DocumentIds, Kind, RowIds, TokenDataset
 from firstlight.data.shards import LABELLED_VERSION, REJECTED_NAME, read_manifest
 from firstlight.errors import DataError
+from firstlight.tokenizer.messages import LOST
 
 LongPolicy = Literal["refuse", "drop", "cut"]
 #: How text is divided into rows: "stream" concatenates all documents and splits the result;
@@ -249,7 +250,7 @@ class ExampleDataset(TokenDataset):
             cut = ", or set data.long to cut (train on their beginnings)"
             raise DataError(
                 f"no example of the '{self.split}' split of {self.folder} fits into data.seq_len "
-                f"{seq_len}: raise it (up to the model's context), start from a model with a "
+                f"{seq_len}: raise it (up to the model's context) or start from a model with a "
                 f"longer context{cut if self.long == 'drop' and self.together == 1 else ''}"
             )
         lengths = np.minimum(sizes[kept_ones], seq_len)
@@ -318,8 +319,8 @@ class ExampleDataset(TokenDataset):
     def describe(self, seq_len: int) -> Iterator[str]:
         packing, name = self.packing(seq_len), f"data: {self.split}"
         yield (
-            f"{name}: {len(packing.examples):,} {self.unit} in {len(packing):,} rows of {seq_len}, "
-            f"{packing.filled:.1%} filled; {packing.num_labels:,} tokens to learn"
+            f"{name}: {len(packing.examples):,} {self.unit} in {len(packing):,} rows of {seq_len} "
+            f"tokens, {packing.filled:.1%} filled; {packing.num_labels:,} tokens to train on"
         )
         total = self.num_documents // self.together
         for count, fate in ((packing.dropped, "left out"), (packing.cut, "cut")):
@@ -527,8 +528,8 @@ class AlignedDataset(TokenDataset):
         opening = rows.opens[rows.starts[:-1]].mean()
         yield (
             f"data: {self.split}: {self.num_documents:,} documents in {len(rows):,} rows of "
-            f"{seq_len}, {self.label_share(seq_len):.1%} filled; {opening:.1%} of the rows begin "
-            "with a document, the others inside a document that is longer than a row"
+            f"{seq_len} tokens, {self.label_share(seq_len):.1%} filled; {opening:.1%} of the rows "
+            "begin with a document, the others begin inside a document that is longer than a row"
         )
 
     def identity(self) -> dict[str, Any]:
@@ -579,6 +580,8 @@ def _left_out(folder: Path, documents: Mapping[str, Any]) -> Iterator[str]:
                 reason = entry["reason"]
                 files.setdefault(reason, Counter())[entry["file"]] += 1
                 first.setdefault(reason, f"{entry['file']}:{entry['line']}: {entry['detail']}")
+    advice = dict.fromkeys(LOST, " (on_bad keep trains on the rest of such records)")
+    advice["held_out"] = ""
     for reason, count in documents["rejected"].items():
         of_files = files.get(reason, Counter())
         shown = ", ".join(f"{n:,} of {file}" for file, n in of_files.most_common(_SHOWN_FILES))
@@ -588,7 +591,7 @@ def _left_out(folder: Path, documents: Mapping[str, Any]) -> Iterator[str]:
             + (f" ({shown}{more})" if len(of_files) > 1 else "")
             + (f"; first: {first[reason]}" if reason in first else "")
             + f"; listed in {path}"
-            + ("" if reason == "held_out" else " (on_bad refuse stops at the first)")
+            + advice.get(reason, " (on_bad refuse stops at the first one)")
         )
 
 
@@ -598,18 +601,15 @@ def chat_notes(folder: Path, manifest: Mapping[str, Any]) -> Iterator[str]:
     yield from _left_out(folder, manifest["documents"])
     if count := chat["torn_answers"]:
         yield (
-            f"{count:,} answers begin inside a token that begins in the prompt; that token is "
-            "not trained on"
+            f"{count:,} answers begin in the middle of a token that begins in the prompt; that "
+            "token is not trained on"
         )
     of_all = f"of {manifest['documents']['written']:,} records"
     if count := chat.get("duplicates"):
-        yield (
-            f"{count:,} {of_all} are duplicates of earlier records: they are trained on as often "
-            "as they occur"
-        )
+        yield f"{count:,} {of_all} are duplicates of earlier records: every copy is trained on"
     if count := chat.get("control_tokens"):
         yield (
-            f"warning: {count:,} {of_all} have control tokens such as <|im_start|> inside "
+            f"warning: {count:,} {of_all} contain control tokens such as <|im_start|> inside "
             "messages, where they are treated as plain text"
         )
     for reason, lost in chat.get("lost", {}).items():

@@ -40,9 +40,11 @@ from firstlight.data.conversations import (
 from firstlight.data.kinds import (
     HEAD_BYTES,
     MESSAGE_FIELDS,
+    SYSTEM_FIELDS,
     conversation_kind,
     exported_chats,
     field_name,
+    start_from,
 )
 from firstlight.data.opening import (
     EncodingProblem,
@@ -68,6 +70,7 @@ from firstlight.data.sources import (
 )
 from firstlight.data.tables import read_arrow, read_parquet, read_table, without_text
 from firstlight.errors import InputError, MissingDependencyError, describe_read_error, first_line
+from firstlight.tokenizer.messages import TOOLS
 
 _JSON_SUFFIXES = compressed(".json")
 RECORD_SUFFIXES = (*LINES_SUFFIXES, *_JSON_SUFFIXES, *TABLE_SUFFIXES, ".parquet", ".arrow")
@@ -91,15 +94,15 @@ COMMON_SHARE = 0.999
 #: read because some of them may be damaged.
 _TOLD_BY = 10
 
-_ONLY_LICENCE = "Project Gutenberg's header and licence without a text"
-_ONLY_SEPARATORS = "separators without a text"
-_ONLY_TIMES = "times of subtitles without a text"
+_ONLY_LICENCE = "Project Gutenberg's header and licence without text"
+_ONLY_SEPARATORS = "separators without text"
+_ONLY_TIMES = "subtitle times without text"
 _REPLACE = "replace it, or exclude it"
 
 REASONS = {
     "bad_utf8": "not valid UTF-8",
     "bad_utf16": "not valid UTF-16 or UTF-32",
-    "binary": "another kind of file, not text",
+    "binary": "not a text file",
     "conversation": "conversations where text was expected",
     "broken_row": "not a valid row of a table",
     "broken_json": "not a valid JSON line",
@@ -367,10 +370,12 @@ def _kind_of(values: Sequence[Any], text_key: str) -> Literal["chat", "preferenc
             kinds.append("chat")
         elif isinstance(value, dict):
             kind = conversation_kind([str(key) for key in value], text_key)
-            is_chat = kind is None and text_key == "text" and is_written(value.get("text"))
-            if kind is None and text_key not in value:
+            if text_key in value:
+                is_chat = message_field({text_key: value[text_key]}) is not None
+                is_chat |= text_key == "text" and is_written(value["text"])
+            else:
                 is_chat = bool(message_field(value) or transcript_field(value))
-            kinds.append("chat" if is_chat else kind)
+            kinds.append("chat" if kind is None and is_chat else kind)
     return max(kinds, key=kinds.count, default=None)
 
 
@@ -424,9 +429,20 @@ def _records_in(value: Any, *, is_inner: bool = False) -> list[Any]:
             and _is_record(entries[0])
             and not _is_turn(entries[0], value, name)
         ):
-            return entries
+            if isinstance(entries[0], list):
+                columns = {
+                    key: one
+                    for key, one in value.items()
+                    if isinstance(one, list)
+                    and len(one) == len(entries)
+                    and not (key in TOOLS and isinstance(one[0], dict))  # tools of all records
+                }
+                entries = _rows_of_columns(columns)
+            return _with_shared(value, entries)
     if conversation_kind(value) is not None:
-        return _rows_of_columns(value) or [value]
+        rows = _rows_of_columns(value)
+        has_text = any(isinstance(one, str) for row in rows for one in row.values())
+        return rows if has_text and len(value) > 1 else [value]
     if value and all(map(_is_record, value.values())):
         return list(value.values())
     inner = {
@@ -450,12 +466,29 @@ def _records_in(value: Any, *, is_inner: bool = False) -> list[Any]:
             f"{next(iter(lists))}.jsonl"
         )
     # If the only list contains messages, the value is a single record.
-    return [value] if _has_messages(value) else next(iter(lists.values()), [value])
+    if _has_messages(value):
+        return [value]
+    return _with_shared(value, next(iter(lists.values()), [value]))
+
+
+def _with_shared(value: dict[str, Any], records: list[Any]) -> list[Any]:
+    """Return the records of a file, each with the system message and the tools that the file
+    contains once for all records.
+    """
+    names = {key: field_name(key) for key in value}
+    shared = {
+        key: value[key]
+        for key, name in names.items()
+        if name in TOOLS or (name in SYSTEM_FIELDS and isinstance(value[key], str))
+    }
+    if not shared:
+        return records
+    return [shared | (one if isinstance(one, dict) else {"messages": one}) for one in records]
 
 
 def _rows_of_columns(value: dict[str, Any]) -> list[Any]:
     """Return the records in an object of columns, or [] for any other object. A column is a list of
-    strings or, as written by pandas, an object that maps row numbers to strings.
+    values or, as written by pandas, an object that maps row numbers to values.
     """
     columns = [
         list(one.values()) if isinstance(one, dict) and all(map(str.isdecimal, one)) else one
@@ -463,9 +496,7 @@ def _rows_of_columns(value: dict[str, Any]) -> list[Any]:
     ]
     if not all(isinstance(one, list) and len(one) == len(columns[0]) for one in columns):
         return []
-    rows = [dict(zip(value, row, strict=True)) for row in zip(*columns, strict=True)]
-    has_text = any(isinstance(one, str) for row in rows for one in row.values())
-    return rows if len(columns) > 1 and has_text else []
+    return [dict(zip(value, row, strict=True)) for row in zip(*columns, strict=True)]
 
 
 #: Fields that can only belong to a single conversation.
@@ -639,6 +670,9 @@ def _text_of(record: object, text_key: str) -> str:
     if text_key not in record:
         raise without_text([str(key) for key in record], text_key, "field")
     text = record[text_key]
+    if message_field({text_key: text}) is not None:
+        problem = f"the '{text_key}' field contains messages, not text: {start_from('chat')}"
+        raise BadRecordError("conversation", problem)
     if not isinstance(text, str):
         raise BadRecordError("no_text", f"the text is {type(text).__name__}, not a string")
     if not text.strip():
@@ -758,7 +792,7 @@ def _read_list(file: IO[bytes], path: Path, origin: str) -> Iterator[Record]:
         raise InputError(f"{origin}:{problem.line}: {problem}") from problem
     if len(content) > most:
         raise InputError(
-            f"{origin} has more than {most:,} bytes, but a JSON file must be read at once: "
+            f"{origin} has more than {most:,} bytes, but a JSON file must be read as a whole: "
             "convert it to JSONL, with one record per line"
         )
     if (kind := exported_chats(content[:HEAD_BYTES])) is not None:
@@ -779,7 +813,7 @@ def _read_list(file: IO[bytes], path: Path, origin: str) -> Iterator[Record]:
     except (ValueError, RecursionError) as error:
         raise InputError(f"{origin} is not JSON: {error}") from error
     if not isinstance(values, list | dict):
-        raise InputError(f"{origin} must be a record or a list of records (or JSONL)")
+        raise InputError(f"{origin} must contain a record, a list of records, or JSONL")
     try:
         records = _records_in(values)
     except (ValueError, RecursionError) as error:

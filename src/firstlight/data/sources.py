@@ -98,6 +98,11 @@ class DataSource:
     as_is: bool = False
 
     @property
+    def key(self) -> str:
+        """The file or dataset itself, however it is named."""
+        return self.name if self.path is None else str(self.path.resolve())
+
+    @property
     def size(self) -> int:
         """Size on disk in bytes; 0 for datasets."""
         return self.path.stat().st_size if self.path is not None else 0
@@ -140,31 +145,45 @@ def find_sources(
             reason = describe_read_error(error) if isinstance(error, OSError) else error
             raise InputError(f"input {item} can't be found: {reason}") from error
         for source in found:
-            sources.setdefault(_key(source), replace(source, as_is=as_is))
+            sources.setdefault(source.key, replace(source, as_is=as_is))
     return list(sources.values())
+
+
+def distinct_inputs(inputs: Sequence[str | Path]) -> list[str]:
+    """Return the inputs without those that name the same file or folder as an earlier one."""
+    found: dict[str, str] = {}
+    for item in map(str, inputs):
+        # Unlike `Path.expanduser`, this does not raise for an unknown user's home folder.
+        place = os.path.realpath(os.path.expanduser(item))
+        found.setdefault(item if item == STANDARD_LIBRARY else place, item)
+    return list(found.values())
 
 
 def note_on_inputs(inputs: Sequence[str | Path]) -> str:
     """Return a message about INPUTs that may not mean what the user intended, or "" if there are
     none.
 
-    There are two such cases. Either the INPUT is "stdlib" and a file or folder of that name also
-    exists; or a folder contains links to other folders, which are searched only if they are INPUTs
-    themselves.
+    There are three such cases: several INPUTs name the same file or folder; the INPUT is "stdlib",
+    and a file or folder of that name also exists; or a folder contains links to other folders,
+    which are searched only if they are INPUTs themselves.
     """
-    if STANDARD_LIBRARY in map(str, inputs) and Path(STANDARD_LIBRARY).exists():
-        return (
+    notes = []
+    distinct = distinct_inputs(inputs)
+    if repeated := len(inputs) - len(distinct):
+        notes.append(f"inputs that repeat an earlier one, read once: {repeated} of {len(inputs)}")
+    if STANDARD_LIBRARY in distinct and Path(STANDARD_LIBRARY).exists():
+        notes.append(
             "stdlib means Python's standard library; use ./stdlib for the file or folder of "
             "that name"
         )
-    # Unlike `Path.expanduser`, this function does not raise for the home folder of an unknown user.
-    folders = [os.path.expanduser(item) for item in inputs]
+    folders = [os.path.expanduser(item) for item in distinct if item != STANDARD_LIBRARY]
     named = {os.path.realpath(folder) for folder in folders}
-    linked = [link for folder in folders for link in _linked_folders(folder, named)]
-    if not linked:
-        return ""
-    more = f" and {len(linked) - 1:,} more" if len(linked) > 1 else ""
-    return f"{linked[0]}{more}: links to folders are not searched; add the folders as inputs"
+    if linked := [link for folder in folders for link in _linked_folders(folder, named)]:
+        more = f" and {len(linked) - 1:,} more" if len(linked) > 1 else ""
+        notes.append(
+            f"{linked[0]}{more}: links to folders are not searched; add the folders as inputs"
+        )
+    return "; ".join(notes)
 
 
 def _resolve(item: str, suffixes: tuple[str, ...]) -> list[DataSource]:
@@ -272,7 +291,7 @@ def _nothing_in(item: str, folder: Path, suffixes: tuple[str, ...]) -> str:
 def _unread(path: Path, suffixes: tuple[str, ...]) -> str:
     """Return the message about a file of an unsupported type, with advice on how to convert it."""
     if suffixes != SUFFIXES:
-        return f"{path} has an unknown type: supported are {_RECORD_KINDS}"
+        return f"{path} has an unknown type: the supported types are {_RECORD_KINDS}"
     kind = kind_of(path, _ending(path.name.lower()))
     return f"{path} is {kind.name}: {kind.advice(path)} (firstlight reads {READ_KINDS})"
 
@@ -336,7 +355,7 @@ def write_sources(folder: Path, inputs: Sequence[str | Path], options: Sequence[
         StorageError: the file can't be written.
     """
     if inputs:
-        names = [neutral_name(str(item)) for item in inputs]
+        names = [neutral_name(item) for item in distinct_inputs(inputs)]
         content = {"inputs": names, "options": list(options), "cleaned": True}
         write_json(folder / SOURCES_NAME, content)
 
@@ -479,12 +498,8 @@ def without(sources: Sequence[DataSource], others: Sequence[DataSource]) -> list
     """Return the sources that are not in `others`. A file may have different names in the two
     lists.
     """
-    known = {_key(source) for source in others}
-    return [source for source in sources if _key(source) not in known]
-
-
-def _key(source: DataSource) -> str:
-    return source.name if source.path is None else str(source.path.resolve())
+    known = {source.key for source in others}
+    return [source for source in sources if source.key not in known]
 
 
 def is_code(source: DataSource) -> bool:

@@ -371,8 +371,8 @@ def _plan(path: Path, footer: Any, columns: list[str] | None) -> tuple[int, list
             shared.append(leaf.path)
         elif copies < values:
             raise InputError(
-                f"column {leaf.path} of {path} is stored as {encodings}, so that a small file can "
-                "take unlimited memory: write it with other encodings"
+                f"column {leaf.path} of {path} is stored as {encodings}, with which a small file "
+                "can require an unlimited amount of memory: write the column with other encodings"
             )
     return rows, shared
 

@@ -493,8 +493,8 @@ def evaluate(
     result = evaluate_split(losses, dataset, rows=rows, drawn=rows is not None, **options)
     if not math.isfinite(result.loss):
         raise ModelError(
-            f"the loss of {loaded.folder} is {result.loss}: its weights are damaged or it has "
-            "diverged, so use another checkpoint"
+            f"the loss of {loaded.folder} is {result.loss}: the weights are damaged, or the "
+            "training has diverged; use another checkpoint"
         )
     return result
 
@@ -584,8 +584,8 @@ def evaluate_by_position(
         raise DataError(f"the evaluated rows of {dataset.folder} contain no token to predict")
     if not sums.isfinite().all():
         raise ModelError(
-            f"the loss of {loaded.folder} is not finite: its weights are damaged or it has "
-            "diverged, so use another checkpoint"
+            f"the loss of {loaded.folder} is not finite: the weights are damaged, or the "
+            "training has diverged; use another checkpoint"
         )
     return ByPosition(length, masking, _stretches(sums, counts))
 

@@ -205,8 +205,8 @@ def _score(model: Model, pairs: Sequence[TokenPair], batch: _Batch) -> dict[int,
     sums = logprobs_BT.double().where(valid, 0.0).sum(1)
     if not sums.isfinite().all():
         raise ModelError(
-            "the model's outputs are not finite: its weights are damaged or it has diverged, so "
-            "use another checkpoint"
+            "the model's outputs are not finite: the weights are damaged, or the training has "
+            "diverged; use another checkpoint"
         )
     greedy = ((logits_BTV.argmax(-1) == targets) | ~valid).all(1)
     return dict(zip(numbers, map(Likelihood, sums.tolist(), greedy.tolist()), strict=True))

@@ -558,7 +558,7 @@ def ready_harness(
     except ImportError as error:
         raise MissingDependencyError("lm_eval", "eval", "a task lm-eval:NAME") from error
     if task_folder is not None and not Path(task_folder).expanduser().is_dir():
-        raise ConfigError(f"the folder of tasks {task_folder} does not exist")
+        raise ConfigError(f"task folder {task_folder} does not exist")
     folder = None if task_folder is None else str(Path(task_folder).expanduser())
     with _by_itself():
         manager = TaskManager(include_path=folder, include_defaults=folder is None)
@@ -716,8 +716,8 @@ class _HarnessMethods:
         for pair in pairs:
             if not 0 < len(pair.continuation) <= self._limit:
                 raise InputError(
-                    f"a task has a text of {len(pair.continuation)} tokens to score, but the "
-                    f"model's context has room for 1 to {self._limit}"
+                    f"a task has a text of {len(pair.continuation)} tokens to score, but it "
+                    f"must have 1 to {self._limit} tokens to fit the model's context"
                 )
         return [(one.logprob, one.is_greedy) for one in self._scored(pairs)]
 

@@ -14,7 +14,6 @@ from typing import Any, Literal
 
 from firstlight.console import counted, rounded
 from firstlight.from_texts.plan import (
-    LAST_STEP_LEARNS,
     STATE_BYTES,
     Choice,
     Choices,
@@ -348,4 +347,3 @@ def _length_choices(
     decay = f"linear decay over the last {100 * share:.0f}% of steps"
     yield Choice("schedule.decay_fraction", share, decay)
     yield Choice("schedule.min_lr_ratio", 0.0, "decay to zero")
-    yield LAST_STEP_LEARNS

@@ -34,7 +34,7 @@ from firstlight.data.records import (
     read_records,
 )
 from firstlight.data.shards import REJECTED_NAME
-from firstlight.data.sources import DataSource
+from firstlight.data.sources import DataSource, note_on_inputs
 from firstlight.errors import ConfigError, FirstlightError, InputError
 from firstlight.files.atomic import write_file
 from firstlight.finetuning.choices import (
@@ -160,6 +160,8 @@ class FineTuning:
             _require_readable(request.inputs, request.text_key)
         else:
             tell(reading_line(request.inputs, found))
+            if note := note_on_inputs(request.inputs):
+                tell(note)
             self._unread = other_files(request.inputs, found)
             if self._unread:
                 count = counted(len(self._unread), "file")
@@ -643,7 +645,7 @@ def _chat_template(
     for name in ("chatml", "llama3"):
         if all(token in tokenizer.special_tokens for token in required_tokens(name)):
             if name == "chatml" and _have_tools(sources):
-                return "hermes", ("hermes", "ChatML with tools, which the conversations have")
+                return "hermes", ("hermes", "ChatML with tools, which the conversations use")
             return name, (name, "the tokenizer has its special tokens")
     return "alpaca", ("alpaca", "plain text: the tokenizer has no special tokens for turns")
 

@@ -2,8 +2,8 @@
 learning rates and the schedule.
 
 The choices depend on the text, the machine and the length of the run. Each choice has a recipe key,
-a value, and a sentence with the reason. Values set by the user are kept, and the other choices take
-them into account.
+a value, and a sentence that explains the value. Values set by the user are kept, and the remaining
+settings are chosen to fit them.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from typing import Any
 from firstlight.console import counted, rounded
 from firstlight.errors import ConfigError
 from firstlight.from_texts.plan import (
-    LAST_STEP_LEARNS,
     STATE_BYTES,
     Choice,
     Choices,
@@ -62,8 +61,8 @@ def choose_vocabulary(facts: CorpusFacts, fixed: Mapping[str, Any]) -> Choice:
         return Choice("model.vocab_size", int(given), "given")
     size = vocabulary_for(facts.total_bytes)
     reason = f"for {rounded(facts.total_bytes)} bytes of text"
-    # Minimum vocabulary: 256 byte tokens, one token per common character, and as many tokens for
-    # combinations of characters.
+    # Minimum vocabulary: 256 byte tokens, one token per common character, and an equal number of
+    # tokens for combinations of characters.
     signs = 256 + 2 * facts.common_characters
     if size < signs:
         size = min(1 << math.ceil(math.log2(signs)), defaults.VOCABULARIES[-1][1])
@@ -85,9 +84,9 @@ def check_given(request: Request) -> None:
     fixed = request.fixed
     vocab_size = int(fixed.get("model.vocab_size") or defaults.VOCABULARIES[0][1])
     require_vocab_size(vocab_size)
-    # Choose settings for ordinary text on a machine with enough memory for every model, which
-    # raises an error if the values do not fit. A parameter count (--size 10M) is not checked here,
-    # because it may be valid only with the real vocabulary of the text.
+    # Choose settings for ordinary text on a machine with enough memory for every model. This raises
+    # an error if the user's values do not fit. A parameter count (--size 10M) is not checked here,
+    # because its validity can depend on the actual vocabulary of the text.
     machine = MachineFacts("this machine", "cpu", [(1e9, 1e3)], usable_bytes=1 << 62)
     size = request.size if request.size in defaults.SIZES else None
     text = usual_text(vocab_size, None)
@@ -96,8 +95,8 @@ def check_given(request: Request) -> None:
 
 @dataclass(frozen=True)
 class _Candidate:
-    """A candidate model, its run, its expected bits per byte on held-out text, and the duration of
-    its shortest acceptable training loop."""
+    """A candidate model with its run, its expected bits per byte on held-out text, and the duration
+    of its shortest acceptable training loop."""
 
     shape: ModelSize
     run: RunFacts
@@ -154,7 +153,7 @@ def choose(
     def with_text(more: TextFacts) -> _Candidate:
         return _best_of_all(more, machine, length, fixed, size=size)[0]
 
-    # With another vocabulary, the given size could select a different model, or no valid model.
+    # With a different vocabulary, the given size could select a different model, or no valid model.
     keeps_vocabulary = size is not None or any(key.startswith("model.") for key in given)
     within = (
         "with the same number of tokens" if length.seconds is None else "within the same budget"
@@ -175,7 +174,7 @@ def _best_of_all(
     *,
     size: str | None,
 ) -> tuple[_Candidate, int]:
-    """Return the best candidate and the number of candidates. For the arguments, see `choose`.
+    """Return the best candidate and the number of candidates. The arguments are those of `choose`.
 
     Raises:
         ConfigError: see `choose`.
@@ -185,7 +184,7 @@ def _best_of_all(
     for shape in shapes:
         try:
             candidates.append(_candidate(shape, text, machine, length, fixed=fixed))
-        except ConfigError as error:  # the given batch is not a multiple of this sequence length
+        except ConfigError as error:  # The batch is not a multiple of this sequence length.
             problem = problem or error
     if problem is not None and not candidates:
         raise problem
@@ -211,8 +210,8 @@ def _candidate(
     *,
     fixed: Mapping[str, Any],
 ) -> _Candidate:
-    """Return a candidate model with its batch size, the number of steps that fit in the time, and
-    the expected loss. Long runs use longer sequences."""
+    """Return a candidate model with its batch size, the number of steps that fit in the available
+    time, and its expected loss. Long runs use longer sequences."""
     given = given_batch(fixed, shape.seq_len)
     unit = given_unit(fixed, shape.seq_len)
     size = STATE_BYTES * shape.parameters
@@ -338,7 +337,7 @@ _OPTIMIZER_REASONS = {
     "init.residual_projections": "every layer starts as the identity",
     "optimizer.name": "Muon for the layers' matrices, AdamW for the rest: needs fewer steps",
 }
-#: Reasons for Muon's learning rates.
+#: Reasons for Muon's learning rates, as shown to the user.
 _RATE_REASONS = {
     "learning_rate": "learning rate of the embedding",
     "muon_learning_rate": "learning rate of the layers' matrices; falls "
@@ -362,13 +361,14 @@ def _length_choices(
         minutes = round(length.seconds / 60, 3)
         reason, most = "training time within the budget", defaults.MOST_EPOCHS
         if run.seconds < defaults.EARLY * length.seconds:
-            reason = "upper limit; the limit of epochs ends the run earlier"
+            reason = "upper limit; the epoch limit ends the run earlier"
         else:
-            # A higher limit fills the time even if steps are faster than measured.
+            # With a higher limit on epochs, the run fills its time even if steps are faster than
+            # measured.
             most /= defaults.EARLY
         yield Choice("schedule.max_minutes", minutes, reason)
-        # The limit of epochs is also set for runs that are expected to stay far below it. A machine
-        # that was busy while its speed was measured may be several times as fast during the run.
+        # The limit on epochs is also set for runs that are expected to stay far below it. A machine
+        # that was busy while its speed was measured can be several times as fast during the run.
         if epochs > defaults.MOST_EPOCHS / 16 or "schedule.epochs" in fixed:
             reason = (
                 f"at most {most:g} passes over the text: more passes would help little or overfit"
@@ -383,7 +383,6 @@ def _length_choices(
     schedule["schedule.decay_fraction"] = min(schedule["schedule.decay_fraction"], 1 - rising)
     for key, value in schedule.items():
         yield Choice(key, value, reasons.get(key, ""))
-    yield LAST_STEP_LEARNS
     decay = defaults.WEIGHT_DECAY
     reason = f"{counted(epochs, 'epoch', '.2g')}: little is memorised"
     if epochs > defaults.GOOD_EPOCHS:
@@ -406,22 +405,22 @@ def _advice(
     *,
     keeps_vocabulary: bool,
 ) -> str:
-    """Return a sentence about the benefit of more text, or "" if the text is long enough and is not
-    repeated many times.
+    """Return a sentence about the expected benefit of more text. Return "" if the text is long
+    enough and the run does not repeat it many times.
 
     Args:
         best: chosen model and its run.
         text: facts about the text.
-        with_text: function that returns the model that would be chosen for a different text and the
-            same length of the run.
-        within: length of the run in words.
-        keeps_vocabulary: True to keep the vocabulary size for other text.
+        with_text: function from facts about a different text to the model that would be chosen for
+            a run of the same length on that text.
+        within: length of the run, described in words.
+        keeps_vocabulary: True to keep the vocabulary size for the longer text.
     """
     size = text.train_tokens * text.bytes_per_token
     if size < defaults.LITTLE_TEXT:
         return (
             f"{rounded(size)} bytes are too few to learn a language: the model will repeat parts "
-            "of the text; from about 1 MB it writes new words and sentences"
+            "of the text; with about 1 MB or more, it also writes new words and sentences"
         )
     epochs = best.run.tokens / text.train_tokens
     if epochs <= defaults.GOOD_EPOCHS:
@@ -429,7 +428,7 @@ def _advice(
     plenty = longer_text(text, defaults.MORE_TEXT, keeps_vocabulary=keeps_vocabulary)
     other = with_text(plenty)
     gain = 1 - other.bits / best.bits
-    # The advice suggests at most as much text as the other run would read.
+    # The advice does not suggest more text than the run on the longer text would read.
     factor = min(defaults.MORE_TEXT, other.run.tokens * plenty.bytes_per_token / size)
     whole = size + text.val_tokens * text.bytes_per_token
     return (
@@ -442,9 +441,9 @@ def _advice(
 def candidate_shapes(
     vocab_size: int, fixed: Mapping[str, Any], size: str | None = None
 ) -> list[ModelSize]:
-    """Return the candidate models: the shapes in `defaults.SHAPES`, or a single shape for a given
-    size. A width or depth given by the user is kept. If the user gives the number of heads, widths
-    must be divisible by it.
+    """Return the candidate models: the shapes in `defaults.SHAPES`, or the single shape of a given
+    size. A width or depth set by the user is kept. If the user sets the number of heads, widths
+    must be divisible by that number.
 
     Args:
         vocab_size: vocabulary size of the tokenizer.
@@ -498,15 +497,15 @@ def _fits_heads(width: int, fixed: Mapping[str, Any]) -> bool:
     if "model.hidden_size" in fixed:
         return True  # The model config checks this value.
     heads = head_count(width, fixed)
-    # RoPE rotates pairs of dimensions, so the head dimension must be even. Very small heads learn
-    # poorly.
+    # RoPE rotates pairs of dimensions, so the head dimension must be even. Models with very small
+    # heads learn poorly.
     divides = width % (2 * heads) == 0 and width >= _LEAST_HEAD * heads
     return divides and heads % int(fixed.get(HEADS[1]) or heads) == 0
 
 
 def _seq_len(width: int, fixed: Mapping[str, Any]) -> int:
-    """Return the sequence length: the length set by the user, or the usual length for the width,
-    but at most the context length set by the user.
+    """Return the sequence length: the length set by the user or, by default, the usual length for
+    the model's width. It is limited to the context length if the user has set one.
     """
     usual = next(seq_len for most, seq_len in defaults.SEQ_LENS if width <= most)
     context = fixed.get("model.max_position_embeddings") or usual
@@ -514,8 +513,8 @@ def _seq_len(width: int, fixed: Mapping[str, Any]) -> int:
 
 
 def _of_size(size: str, vocab_size: int, fixed: Mapping[str, Any]) -> Sequence[tuple[int, int]]:
-    """Return the shape of a named size, or the shape nearest to a parameter count among those that
-    fit the given heads. The result is a list with one element."""
+    """Return the shape of a named size, or the shape nearest to a parameter count among the shapes
+    that fit the given number of heads. The result is a list with one element."""
     if size in defaults.SIZES:
         return [defaults.SIZES[size]]
     wanted = parameters_of(size)

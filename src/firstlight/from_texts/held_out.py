@@ -2,10 +2,10 @@
 training and validation.
 
 Near-duplicates are found by comparing sketches of the documents. A sketch is a bottom-k MinHash of
-a document's shingles, and a shingle is a window of bytes of the text, in lower case and with
-normalised whitespace. The smallest hashes in the union of two sketches are a random sample of the
-shingles of both documents. The fraction of these hashes that occur in both sketches is an estimate
-of the documents' Jaccard similarity (Broder 1997).
+a document's shingles. A shingle is a window of bytes of the document's text, which is first
+converted to lower case with normalised whitespace. The smallest hashes in the union of two sketches
+are a random sample of the shingles of both documents. The fraction of these hashes that occur in
+both sketches is an estimate of the documents' Jaccard similarity (Broder 1997).
 """
 
 from __future__ import annotations
@@ -30,9 +30,10 @@ Hashes: TypeAlias = npt.NDArray[np.uint64]
 
 #: Length of a shingle in bytes. It is about five words or one line of code.
 _SHINGLE_BYTES = 32
-#: Number of hashes in a sketch, and number of these hashes that are keys in the index of documents.
+#: Number of hashes in a sketch, and number of these hashes that are used as keys in the index of
+#: documents.
 _SKETCH, _KEYS = 48, 8
-#: Number of bytes at the start of a document from which its sketch is computed.
+#: Maximum number of bytes of a document, counted from its start, from which its sketch is computed.
 _MOST_BYTES = 1 << 20
 #: Minimum estimated Jaccard similarity of near-duplicates.
 _SIMILAR = 0.5
@@ -48,12 +49,13 @@ class NearDuplicates:
 
     Args:
         most: maximum number of documents whose sketches are kept. Each sketch takes about 600 bytes
-            and 8 dictionary entries. Later documents are not compared, to limit the memory.
+            and 8 dictionary entries. Once this number is reached, further documents are not
+            compared, to limit the memory.
 
     Attributes:
         groups: group number of each document, in the order in which they were added. The number of
             a group is the number of its first document.
-        bridged: groups that contain a document that is similar to a document of another group.
+        bridged: groups that contain a document similar to a document of another group.
         compared: number of documents that were compared with earlier ones.
     """
 
@@ -93,16 +95,16 @@ class NearDuplicates:
 
 
 def sketch(text: str) -> Hashes:
-    """Return the smallest hashes of a text's shingles in ascending order, uint64 [at most 48]. The
-    array is empty if the text is shorter than a shingle."""
+    """Return the smallest hashes of a document's shingles in ascending order, as a uint64 array of
+    at most 48 elements. The array is empty if the document is shorter than a shingle."""
     data = " ".join(text[:_MOST_BYTES].lower().split()).encode("utf-8")[:_MOST_BYTES]
     count = len(data) - _SHINGLE_BYTES + 1
     if count < 1:
         return np.empty(0, np.uint64)
     powers, inverses = _powers()
     # The polynomial hash of a window is the hash of the prefix that ends with the window, minus the
-    # hash of the prefix before the window. It is divided by a power of the base, so that it does
-    # not depend on the position of the window.
+    # hash of the prefix before the window. This difference is divided by a power of the base, so
+    # that the hash does not depend on the position of the window.
     before = np.zeros(len(data) + 1, np.uint64)
     np.cumsum(np.frombuffer(data, np.uint8) * powers[: len(data)], out=before[1:])
     hashes = (before[_SHINGLE_BYTES:] - before[:count]) * inverses[:count]
@@ -115,8 +117,8 @@ def sketch(text: str) -> Hashes:
 
 
 def similarity(one: Hashes, other: Hashes) -> float:
-    """Estimate the Jaccard similarity of two documents from their sketches; 0 if both sketches are
-    empty."""
+    """Estimate the Jaccard similarity of two documents from their sketches. Return 0 if both
+    sketches are empty."""
     union = np.union1d(one, other)[:_SKETCH]
     if not len(union):
         return 0.0
@@ -126,7 +128,8 @@ def similarity(one: Hashes, other: Hashes) -> float:
 
 @functools.cache
 def _powers() -> tuple[Hashes, Hashes]:
-    """Return the powers of the base and their inverses modulo 2^64, uint64 [2^20] each."""
+    """Return the powers of the base and their inverses modulo 2^64, each as a uint64 array of shape
+    [2^20]."""
     count = np.uint64(1)
     found = []
     for base in (_BASE, pow(_BASE, -1, 1 << 64)):
@@ -136,8 +139,8 @@ def _powers() -> tuple[Hashes, Hashes]:
     return found[0], found[1]
 
 
-#: Fraction of the bytes that is held out, and maximum number of held-out bytes. More held-out text
-#: would hardly improve the estimate of the loss.
+#: Fraction of a corpus's bytes to hold out, and maximum number of held-out bytes. More held-out
+#: text would hardly improve the estimate of the loss.
 HELD_OUT_SHARE = 0.1
 HELD_OUT_BYTES = 1 << 20
 
@@ -150,12 +153,12 @@ class HeldOut:
         digests: hashes of the held-out documents; None if the ends of documents are held out
             instead.
         fraction: held-out fraction of the text.
-        whole: if the ends of documents are held out, hashes of documents whose end is not held out,
-            because a similar document may contain it.
+        whole: if the ends of documents are held out, hashes of the documents whose ends are not
+            held out because a similar document may contain the same end.
         similar: number of held-out documents that are similar to an earlier held-out document.
         left_out: hashes of documents that are excluded from training, because they are similar to
             validation texts given by the user.
-        left_out_bytes: UTF-8 bytes of these documents.
+        left_out_bytes: UTF-8 bytes of the documents in `left_out`.
     """
 
     digests: frozenset[bytes] | None
@@ -167,7 +170,7 @@ class HeldOut:
 
     def splitter(self) -> SplitOf:
         """Return a function from a document's text to its split, for a single pass over the
-        documents in their order.
+        documents in order.
 
         The function returns None for a document to skip, such as a duplicate of an earlier
         document, and "tail" for a document whose end is held out.
@@ -214,7 +217,7 @@ def hold_out_given(near: NearDuplicates, sizes: Mapping[bytes, int], count: int)
     validation.
 
     Args:
-        near, sizes: see `hold_out`.
+        near, sizes: near-duplicates and sizes of the documents; see `hold_out`.
         count: number of validation documents, without duplicates.
     """
     digests, counts = list(sizes), list(sizes.values())
@@ -234,9 +237,10 @@ def held_out_groups(
 ) -> list[int] | None:
     """Select the documents to hold out, in whole groups of near-duplicates.
 
-    The groups are visited in order, and a group is held out whenever the held-out bytes are below
-    their share of the bytes visited so far. This spreads the held-out documents over the corpus. A
-    group that is larger than the held-out share of the entire corpus is never held out.
+    The groups are visited in order, and a group is held out whenever the bytes held out so far are
+    less than the desired share of the bytes visited so far. This spreads the held-out documents
+    over the corpus. A group that is larger than the held-out share of the entire corpus is never
+    held out.
 
     Args:
         groups: group number of each document.
@@ -246,8 +250,8 @@ def held_out_groups(
             between the splits.
 
     Returns:
-        The numbers of the held-out documents in ascending order, or None if whole groups can't
-        reach the share. In the second case, the ends of documents should be held out.
+        The indices of the held-out documents in ascending order, or None if the share can't be
+        reached with whole groups. If the result is None, the ends of documents should be held out.
     """
     members: dict[int, list[int]] = {}
     for number, group in enumerate(groups):

@@ -48,7 +48,7 @@ _CUTS = frozenset({"batch.micro_batch_size", "batch.gradient_accumulation_steps"
 
 def facts_for_model(recipe: ResolvedRecipe, machine: Machine) -> MachineFacts:
     """Return the machine with its speed for a recipe's model without torch.compile. The speed is
-    measured on a CPU, and predicted for a GPU.
+    measured on a CPU and predicted for a GPU.
 
     Raises:
         ConfigError: the GPU's speed is unknown.
@@ -96,7 +96,7 @@ class FittedRecipe:
     forecast: Forecast | None
 
     def applied_to(self, plan: PlanT) -> PlanT:
-        """Return the plan with the choices and the expected memory of this recipe."""
+        """Return the plan for this recipe, with its choices and expected memory use filled in."""
         memory = None if self.forecast is None else self.forecast.peak_bytes
         return replace(plan, choices=self.choices, memory_bytes=memory)
 
@@ -104,12 +104,12 @@ class FittedRecipe:
 def fitted_recipe(
     plan: RunPlan, folder: Path | None = None, length: Callable[[], Length] | None = None
 ) -> FittedRecipe:
-    """Return a plan's recipe, with the micro-batch size halved until the run fits in memory. A size
-    or number of micro-batches that the user sets is kept.
+    """Return a plan's recipe, with the micro-batch size halved until the run fits in memory. If the
+    user has set the size or the number of micro-batches, that value is kept.
 
     Args:
         plan: plan of the run.
-        folder: run folder; None for a plan that is not trained.
+        folder: run folder; None if the plan is only shown and not trained.
         length: function that returns the remaining length of the run; None to keep the length in
             the plan. It is called last, because fitting the recipe takes time.
     """
@@ -155,15 +155,16 @@ def train_plan(
     on_step: Callable[[Choices], OnStep] | None = None,
     names_files: bool = True,
 ) -> TrainResult:
-    """Fit a plan's recipe to the memory, write it to the run folder, and train.
+    """Reduce the micro-batch size of a plan's recipe until the run fits in memory, write the recipe
+    to the run folder, and train.
 
     Args:
         plan: plan chosen from the prepared data.
         call: run folder, time and messages.
-        on_step: function from the final choices to a callback for each step's metrics; None for the
-            callback of `call`.
-        names_files: True to tell the user the paths of the files with the settings and the skipped
-            inputs.
+        on_step: function that is called with the final choices and returns a callback for each
+            step's metrics; None to use the callback of `call`.
+        names_files: True to show the user the paths of the files that list the settings and the
+            skipped inputs.
     """
     fitted = fitted_recipe(plan, call.folder, lambda: call.length(plan.request))
     plan = fitted.applied_to(plan)
@@ -209,7 +210,7 @@ class KnownForecast:
     def forecast(
         self, recipe: ResolvedRecipe, hardware: Hardware, processes: int
     ) -> Forecast | None:
-        """See `Forecaster`; the arguments are ignored."""
+        """Return the existing forecast; the arguments are ignored. See `Forecaster.forecast`."""
         return self._forecast
 
     def advise(self, recipe: ResolvedRecipe, hardware: Hardware, processes: int) -> str | None:

@@ -30,7 +30,8 @@ from firstlight.planner.advise.law import Length, TextFacts
 if TYPE_CHECKING:
     from firstlight.training.loop import TrainResult
 
-#: Seconds of training after which the speed of the run is compared with the speed measured before.
+#: Number of seconds of training after which the speed of the run is compared with the speed
+#: measured before training.
 _FIRST_SECONDS = 10.0
 #: Number of initial steps that are slow because they compile and allocate memory.
 _SLOW_STEPS = 2
@@ -44,8 +45,8 @@ class TextPlan(RunPlan):
         scan: scan of the texts.
         text: token statistics of the texts, which are estimated until the texts are prepared.
         vocabulary: reason for the vocabulary size.
-        held_out_gzip: bits per byte of the held-out text compressed by gzip -9; None if the texts
-            are not prepared yet.
+        held_out_gzip: size of the held-out text when compressed with gzip -9, in bits per byte;
+            None if the texts are not prepared yet.
     """
 
     scan: Scan
@@ -87,7 +88,7 @@ class TextPlan(RunPlan):
                 expected += ", a wide range because this text is hard to predict"
         gzip = f"gzip -9 of all text: {self.scan.facts.gzip_bits_per_byte:.2f}"
         if self.held_out_gzip is not None:
-            gzip = f"gzip -9 of it: {self.held_out_gzip:.2f}"
+            gzip = f"gzip -9 of the held-out text: {self.held_out_gzip:.2f}"
         return f"{expected} ({gzip})"
 
     def first_rows(self) -> list[Row]:
@@ -183,7 +184,8 @@ class NewModel:
         """Train a plan's model.
 
         Raises:
-            _OtherModelError: see `_FirstSteps`; not raised if the plan was already chosen again.
+            _OtherModelError: a different model is expected to be better (see `_FirstSteps`). This
+                error is not raised if the plan has already been chosen again.
         """
         from firstlight.from_texts.machine import train_plan
         from firstlight.tokenizer import Tokenizer
@@ -202,11 +204,11 @@ class NewModel:
 
 
 class _OtherModelError(RunReplacedError):
-    """Error that ends a run because another model is expected to be better.
+    """Error that ends a run because a different model is expected to be better.
 
     Args:
-        message: text for the user.
-        plan: plan with the other model.
+        message: message shown to the user.
+        plan: plan with the better model.
     """
 
     def __init__(self, message: str, plan: TextPlan) -> None:
@@ -216,7 +218,8 @@ class _OtherModelError(RunReplacedError):
 
 class _FirstSteps:
     """Callback of `train` for each step's metrics. It calls `call.on_step`. If the speed in the
-    first seconds of training differs from the speed measured before, it chooses the model again.
+    first seconds of training differs from the speed measured before training, it chooses the model
+    again.
 
     Args:
         plan: plan of the run.
@@ -235,7 +238,8 @@ class _FirstSteps:
         """See `train`.
 
         Raises:
-            _OtherModelError: another model is expected to be better, even with less time.
+            _OtherModelError: a different model is expected to be better, even though less time is
+                left to train it.
         """
         if self._call.on_step is not None:
             self._call.on_step(record)
@@ -284,13 +288,13 @@ class _FirstSteps:
         )
 
 
-#: Keys of the chosen model size.
+#: Recipe keys that are determined by the chosen model size.
 _SHAPE = ("model.hidden_size", "model.num_hidden_layers")
 
 
 def _is_better(other: Choices, kept: Choices) -> bool:
-    """Return True if `other` is a different model from `kept` and has lower expected bits per byte,
-    or if the expected bits per byte are unknown.
+    """Return True if `other` is a different model from `kept` and is expected to reach fewer bits
+    per byte. A different model is also accepted if the expected bits per byte are unknown.
     """
     if all(other[key] == kept[key] for key in _SHAPE):
         return False
@@ -302,7 +306,7 @@ def _is_better(other: Choices, kept: Choices) -> bool:
 def _forget_first_steps(folder: Path) -> None:
     """Delete the checkpoints, times and metrics of a run's first steps.
 
-    A run that is killed after this restarts with the model in its recipe.
+    If the run is killed afterwards, it restarts with the model in its recipe.
     """
     from firstlight.checkpoint.manifest import CHECKPOINTS
     from firstlight.files.atomic import remove_file, remove_folder
@@ -320,8 +324,8 @@ def counted_text(data: Path, facts: CorpusFacts, xz: float | None = None) -> Tex
     Args:
         data: folder of the shards.
         facts: facts about the corpus from its scan.
-        xz: bits per byte of the held-out text compressed by xz; None to keep the value measured on
-            the sample.
+        xz: size of the held-out text when compressed with xz, in bits per byte; None to keep the
+            value measured on the sample.
     """
     from firstlight.data.shards import read_manifest
 

@@ -1,5 +1,5 @@
-"""Measure how hard a text is to learn, by the bits per character of xz and of n-gram models on a
-sample. A measurement takes one to four seconds."""
+"""Measure how hard text is to learn by compressing a sample of it with xz and with n-gram models. A
+measurement takes one to four seconds."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from firstlight.planner.advise.law import Hardness
 _PIECE, _KEPT = 1 << 13, 5 << 19
 #: Maximum number of characters on which the n-gram models are trained and tested.
 _TRAINED, _TESTED = 1 << 20, 3 << 16
-#: Minimum number of held-out characters for the test. If there are fewer, one in `_TEST_PART`
-#: training pieces is used for the test instead of for training.
+#: Minimum number of held-out characters for the test. If there are fewer, one out of every
+#: `_TEST_PART` training pieces is used for testing instead of for training.
 _FEWEST, _TEST_PART = 1 << 11, 8
 #: Context lengths of the two n-gram models, in characters.
 _CONTEXT, _LONG_CONTEXT = 3, 8
-#: Number of bits of a code point, and of a context number.
+#: Number of bits in a code point, and in the number of a context.
 _BITS = 21
 
 _Codes = np.ndarray[tuple[int], np.dtype[np.uint64]]
@@ -46,7 +46,7 @@ class _Piece:
 
 
 class TextSample:
-    """A sample of a corpus, made of pieces that are spread evenly over it."""
+    """A sample of a corpus, consisting of pieces that are spread evenly over the corpus."""
 
     def __init__(self) -> None:
         self._every = 1
@@ -76,7 +76,7 @@ class TextSample:
             self._characters = sum(len(piece.text) for piece in self._pieces)
 
     def hardness(self, held: HeldOut) -> Hardness:
-        """Measure on the sample how hard the text is to learn.
+        """Use the sample to measure how hard the text is to learn.
 
         If there is too little text for a measurement, assume the n-gram bits of ordinary text.
         """
@@ -99,13 +99,13 @@ class TextSample:
         bits = ngram_bits(_codes(known), _codes(wanted), _LONG_CONTEXT)
         short = max(bits[_CONTEXT], defaults.LEAST_NGRAM_BITS)
         ratio = max(bits[_LONG_CONTEXT], defaults.LEAST_NGRAM_BITS) / short
-        # The held-out text is compressed in its original order. In random order, xz would miss
-        # repetitions.
+        # The held-out text is compressed in its original order. If the pieces were in random order,
+        # xz would miss repetitions.
         return Hardness(xz, short, ratio, xz_bits_per_byte("".join(test).encode("utf-8")))
 
 
 def xz_bits_per_byte(data: bytes) -> float:
-    """Return the size of data compressed by xz, in bits per byte."""
+    """Return the size of data when compressed with xz, in bits per byte."""
     xz = lzma.LZMACompressor()
     return 8 * (compress(xz, data) + len(xz.flush())) / max(len(data), 1)
 
@@ -118,7 +118,7 @@ def _shuffled(pieces: Sequence[str]) -> str:
 
 
 def _codes(text: str) -> _Codes:
-    """Return the code points of a text, uint64 [characters]."""
+    """Return the code points of a string as a uint64 array of shape [characters]."""
     return np.frombuffer(text.encode("utf-32-le"), "<u4").astype(np.uint64)
 
 
@@ -138,7 +138,7 @@ def ngram_bits(train: _Codes, test: _Codes, context: int) -> list[float]:
     found = []
     bits = np.uint64(_BITS)
     probability = np.full(len(test), 2.0**-_BITS)
-    # Number of the context of each character. The empty context has the number 0.
+    # The number of each character's context. The empty context has the number 0.
     before, wanted_before = np.zeros_like(train), np.zeros_like(test)
     for _ in range(context + 1):
         seen, wanted = (before << bits) | train, (wanted_before << bits) | test

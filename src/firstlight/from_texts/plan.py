@@ -1,4 +1,4 @@
-"""The settings of a run and the printed plan, for both new models and fine-tuning."""
+"""Settings of a run and the printed plan, for training a new model and for fine-tuning."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ class Choice:
     Attributes:
         key: recipe key, `section.key`.
         value: chosen value.
-        reason: reason for the value, shown to the user. If it is "", the key is hidden in the
-            printed table. This is used for the measured settings of `optim.new_model`, which users
-            rarely change.
+        reason: reason for the value, shown to the user. If the reason is "", the key is omitted
+            from the printed table. This is used for the measured settings of `optim.new_model`,
+            which users rarely change.
     """
 
     key: str
@@ -41,19 +41,14 @@ class Choice:
         return Choice(self.key, fixed[self.key], "given") if self.key in fixed else self
 
 
-#: Choice that makes the decay reach its minimum one step after the last step, so that the learning
-#: rate of the last step is above 0.
-LAST_STEP_LEARNS = Choice("schedule.decay_starts_at_peak", True, "")
-
-
 @dataclass(frozen=True)
 class Choices:
     """All chosen settings of a run, and its expected results.
 
     Attributes:
         choices: settings, in the order of a recipe.
-        parameters: number of the model's parameters. Until the recipe is known, the parameters of
-            norms are not included.
+        parameters: number of the model's parameters. Until the recipe is known, the number does not
+            include the parameters of norms.
         tokens, steps, seconds: expected length of the run.
         tokens_per_second: expected training speed.
         epochs: number of passes over the training data.
@@ -94,8 +89,8 @@ class Choices:
         return {choice.key for choice in self.choices}
 
     def with_value(self, key: str, value: Any) -> Choices:
-        """Return the choices with a different value for a key, or unchanged if the key was not
-        chosen."""
+        """Return the choices with a different value for a key. If the key was not chosen, return
+        them unchanged."""
         return replace(
             self,
             choices=[replace(one, value=value) if one.key == key else one for one in self.choices],
@@ -106,20 +101,20 @@ class Choices:
 
 
 def _given_passes(fixed: Mapping[str, Any]) -> int:
-    """Return the user's number of micro-batches per step, or 1 if it is not given."""
+    """Return the number of micro-batches per step set by the user, or 1 if it is not set."""
     return fixed.get("batch.gradient_accumulation_steps") or 1
 
 
 def given_unit(fixed: Mapping[str, Any], seq_len: int) -> int:
-    """Return the number of tokens by which the tokens of a step must be divisible: the sequence
-    length times the user's micro-batch size and number of micro-batches."""
+    """Return the number that must divide the number of tokens in a step evenly. It is the sequence
+    length times the micro-batch size and the number of micro-batches that the user has set."""
     rows = fixed.get("batch.micro_batch_size")
     return seq_len * (rows if isinstance(rows, int) else 1) * _given_passes(fixed)
 
 
 def given_batch(fixed: Mapping[str, Any], seq_len: int) -> int | None:
-    """Return the number of tokens per step that the user has set, directly or by the size and
-    number of micro-batches, or None if the user has not set it.
+    """Return the number of tokens per step set by the user, either directly or through the size and
+    number of micro-batches. Return None if the user has not set it.
 
     Args:
         fixed: values given by the user, keyed by `section.key`.
@@ -139,7 +134,7 @@ def given_batch(fixed: Mapping[str, Any], seq_len: int) -> int | None:
         parts = "a sequence" if unit == seq_len else "the given micro-batches"
         take = unit if is_whole else -(-tokens // unit) * unit
         raise ConfigError(
-            f"batch.global_batch_tokens {tokens} is not a multiple of the {unit} tokens of "
+            f"batch.global_batch_tokens {tokens} does not match the {unit} tokens of "
             f"{parts}: set it to {take}"
         )
     return int(tokens)
@@ -161,7 +156,7 @@ def expected_range(
         return None
     low, high = defaults.UNUSUAL_RANGE if text.is_unusual else defaults.EXPECTED_RANGE
     # Repetitive text is easier to predict than its n-grams suggest. xz finds the repetitions, so
-    # its result is an upper limit for the lowest value.
+    # the size compressed with xz is an upper limit for the lowest value.
     lowest = min(low * bits, text.hardness.held_out_xz_bits_per_byte)
     # A uniform guess among the 256 byte values costs 8 bits.
     return lowest, min(high * bits, 8.0)
@@ -186,7 +181,7 @@ def compile_ways(
         size: (hidden size, number of layers) of the model.
     """
     # Imported here, because these modules import torch, and `train TEXTS` must print its first line
-    # before that.
+    # before torch is loaded.
     from firstlight.methods import EfficiencyConfig
     from firstlight.parallel.engine import DistributedConfig
     from firstlight.recipe.resolve import open_compile_modes
@@ -219,18 +214,19 @@ STATE_BYTES = 12
 
 @dataclass(frozen=True)
 class Parts:
-    """The parts of a run other than steps: evaluations, sample texts and checkpoints.
+    """Parts of a run other than steps: evaluations, sample texts and checkpoints.
 
     Attributes:
-        evaluations: number of evaluations, without the evaluation before the first step.
+        evaluations: number of evaluations, not counting the one before the first step.
         rows: number of rows per evaluation.
-        samples: number of sample texts at each of these evaluations.
+        samples: number of sample texts per evaluation.
         sample_tokens: number of tokens per sample text.
         saves: number of checkpoints.
         save_interval: maximum seconds between two checkpoints; None without a time budget.
         loss_seconds, sample_seconds, save_seconds: expected total seconds of the loss evaluations,
             sample texts and checkpoints.
-        loop_seconds: duration in seconds of the training loop for which these numbers were chosen.
+        loop_seconds: duration in seconds of the training loop for which the numbers above were
+            chosen.
     """
 
     evaluations: int
@@ -252,8 +248,8 @@ class Parts:
     @property
     def share(self) -> float:
         """Fraction of the training loop's time that is reserved for evaluations, sample texts and
-        checkpoints: the usual fraction, or more if needed. It is at most 0.9, so that models can
-        still be compared if the time is too short."""
+        checkpoints: the usual fraction, or more if needed. The fraction is limited to 0.9, so that
+        models can still be compared if the time is too short."""
         needed = self.seconds / max(self.loop_seconds, 1e-9)
         return min(max(needed, defaults.EVALUATION_SHARE), 0.9)
 
@@ -280,8 +276,8 @@ class PartFacts:
     fixed: Mapping[str, Any]
 
     def parts(self, rate: float, loop_seconds: float, budget: float | None) -> Parts:
-        """Return the evaluations, sample texts and checkpoints of a training loop: the first entry
-        of `defaults.PARTS` that fits or, if no entry fits, the last entry with as few rows as
+        """Choose the evaluations, sample texts and checkpoints of a training loop. Use the first
+        entry of `defaults.PARTS` that fits or, if no entry fits, the last entry with as few rows as
         possible.
 
         Args:
@@ -341,7 +337,7 @@ class PartFacts:
         )
 
     def parts_of_run(self, rate: float, tokens: float, loop_seconds: float | None) -> Parts:
-        """Return the evaluations, sample texts and checkpoints of a run with a given number of
+        """Choose the evaluations, sample texts and checkpoints of a run with a given number of
         tokens.
 
         Args:
@@ -356,8 +352,8 @@ class PartFacts:
 
     def least_seconds(self, rate: float, most_tokens: float, unit: int) -> float:
         """Return the duration in seconds of the shortest useful training loop. At least half of
-        this time is spent on steps, and the loop has at least `defaults.LEAST_STEPS` steps, or as
-        many as the data allows.
+        this time is spent on steps. The loop contains at least `defaults.LEAST_STEPS` steps, or as
+        many steps as the data allows, whichever is less.
 
         Args:
             rate: training speed in tokens per second.
@@ -406,11 +402,11 @@ class RunFacts:
     def choices(
         self, items: Sequence[Choice], fixed: Mapping[str, Any], parameters: int, epochs: float
     ) -> Choices:
-        """Return all settings of the run, with its expected length and speed.
+        """Return all settings of the run together with its expected length and speed.
 
         Args:
             items: one choice per key.
-            fixed: values given by the user, keyed by `section.key`, which replace chosen values.
+            fixed: values set by the user, keyed by `section.key`. They replace chosen values.
             parameters: number of the model's parameters.
             epochs: number of passes over the training data.
         """
@@ -471,7 +467,7 @@ class RunFacts:
             machine: machine to train on.
             held_out_tokens: number of tokens in the validation split.
         """
-        way, why = self.way, "compiling would cost more than it gains"
+        way, why = self.way, "compiling would take more time than it saves"
         if machine.compiler is None:
             why = "torch.compile does not work on this device, or lacks a compiler"
         elif way.compiles:
@@ -484,8 +480,8 @@ class RunFacts:
         every = max(math.ceil(self.steps / parts.evaluations), 1)
         reason = f"{parts.evaluations} evaluations in the run"
         if parts.evaluations == 1:
-            # The interval is much longer than the run, so that there is no evaluation in between
-            # even if the run has more steps than expected.
+            # The interval is much longer than the run, so that there is no evaluation before the
+            # end even if the run has more steps than expected.
             every, reason = 10 * self.steps, "only before the first and after the last step"
         yield Choice("evaluation.every_steps", every, reason)
         if parts.rows * self.seq_len >= held_out_tokens:
@@ -503,7 +499,7 @@ class RunFacts:
         if parts.save_interval is not None:
             reason = f"also every {time_text(parts.save_interval)}: {reason}"
             # The time between checkpoints already leads to this number of checkpoints, unless the
-            # limit of epochs ends the run early.
+            # limit on epochs ends the run early.
             if parts.saves * parts.save_interval <= parts.loop_seconds / defaults.EARLY:
                 every = self.steps
             every = every or self.steps
@@ -560,7 +556,7 @@ class RunPlan(ABC):
     @property
     @abstractmethod
     def recorded(self) -> dict[str, Any]:
-        """Facts from which the settings were chosen, for `record`."""
+        """Facts on which the chosen settings are based, included in `record`."""
 
     @abstractmethod
     def choose_again(self, length: Length) -> Self:
@@ -570,7 +566,7 @@ class RunPlan(ABC):
         """Reject a time budget that does not leave enough time for steps.
 
         Args:
-            length: length of the training loop within the budget.
+            length: length of the training loop that remains within the budget.
 
         Raises:
             ConfigError: the time is too short; the message names a sufficient budget.
@@ -579,13 +575,13 @@ class RunPlan(ABC):
         if whole is None or length.seconds is None or length.seconds >= least:
             return
         needed = _SLOWER * least + max(whole - length.seconds, defaults.OTHER_SECONDS)
-        busy = ", which is busy," if self.speed.is_busy else ""
+        busy = ", which is busy" if self.speed.is_busy else ""
         raise ConfigError(
             f"the budget of {time_text(whole)} is too short for {rounded(self.choices.parameters)} "
-            f"parameters on this machine{busy} at {self.choices.tokens_per_second:,.0f} tokens/s: "
-            f"two evaluations, a sample text, a checkpoint and {defaults.LEAST_STEPS} steps, which "
-            f"must take at least half of the time, need {time_text(least)}; use --budget "
-            f"{_whole_minutes(needed)}"
+            f"parameters at {self.choices.tokens_per_second:,.0f} tokens/s on this machine{busy}: "
+            f"two evaluations, a sample text, a checkpoint and {defaults.LEAST_STEPS} steps need "
+            f"{time_text(least)}, because the steps must take at least half of the time; use "
+            f"--budget {_whole_minutes(needed)}"
         )
 
     @abstractmethod
@@ -598,7 +594,7 @@ class RunPlan(ABC):
         trained."""
 
     def expected_result(self) -> str:
-        """Return the expected result of the run as text for the user, or "" if it is unknown."""
+        """Describe the expected result of the run for the user. Return "" if it is unknown."""
         return ""
 
     def lines(self) -> Iterator[str]:
@@ -635,8 +631,8 @@ class RunPlan(ABC):
 
 
 def _whole_minutes(seconds: float) -> str:
-    """Return a duration as the value of an option. It is rounded up to a multiple of 10 s if it is
-    at most two minutes, and otherwise to full minutes."""
+    """Format a duration as the value of a command-line option. Durations of up to two minutes are
+    rounded up to a multiple of 10 s, and longer durations to full minutes."""
     if seconds <= 120:
         return f"{10 * math.ceil(seconds / 10)}s"
     return f"{math.ceil(seconds / 60)}m"
@@ -666,14 +662,14 @@ def length_lines(choices: Choices, speed: MachineFacts, data: str) -> Iterator[s
     if _ends_early(choices):
         whole = time_text(60 * choices["schedule.max_minutes"])
         yield (
-            f"the run ends before its {whole} are used up, after {epochs}: more "
+            f"the run ends after {epochs}, before its {whole} are used up: more "
             "epochs (--schedule.epochs) would help little or overfit"
         )
 
 
 def _ends_early(choices: Choices) -> bool:
-    """Return True if the limit of passes over the data ends the run well before the end of its
-    time."""
+    """Return True if the limit on passes over the data ends the run well before its time is used
+    up."""
     if "schedule.max_minutes" not in choices.keys:
         return False
     minutes: float = choices["schedule.max_minutes"]
@@ -686,14 +682,14 @@ def _table_lines(plan: RunPlan, first: Sequence[Row]) -> Iterator[str]:
 
     Args:
         plan: plan of the run.
-        first: rows that come before all others.
+        first: rows at the start of the table.
     """
     choices, machine = plan.choices, plan.machine
     steps = "given"
     if "schedule.max_minutes" in choices.keys:
         steps = "as many as the time allows, adjusted to the measured speed"
         if _ends_early(choices):
-            steps = "the limit of epochs, which ends the run before its time is over"
+            steps = "the epoch limit, which ends the run before the time is used up"
     fixed = plan.request.fixed
     others = {"efficiency.precision": machine.precision} | fixed
     for key in (*choices.keys, "run.dir", *(f"data.{row[0]}" for row in first)):
@@ -707,7 +703,7 @@ def _table_lines(plan: RunPlan, first: Sequence[Row]) -> Iterator[str]:
         *((c.key, plain(c.value), c.reason) for c in choices.choices if c.reason),
         *((key, plain(value), "given") for key, value in others.items()),
     ]
-    # Values given by the user may contain line breaks.
+    # Values set by the user can contain line breaks.
     shown = [
         (key, shortened(" ".join(value.split()), _MOST_VALUE), reason)
         for key, value, reason in shown
@@ -718,7 +714,7 @@ def _table_lines(plan: RunPlan, first: Sequence[Row]) -> Iterator[str]:
 
 
 def offers(plan: RunPlan) -> Iterator[tuple[float, Choices]]:
-    """Yield (seconds, settings) for each length of a run in `OFFERED_SECONDS`."""
+    """Yield (seconds, settings) for each run length in `OFFERED_SECONDS`."""
     for seconds in OFFERED_SECONDS:
         request = replace(plan.request, seconds=seconds)
         yield seconds, plan.choose_again(request.training_length()).choices

@@ -1,4 +1,4 @@
-"""Prepare the texts of a run as token shards, which later calls with the same texts reuse."""
+"""Prepare the texts of a run as token shards. Later calls with the same texts reuse the shards."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 _TOKENIZER_BYTES = 24 << 20
 #: Minimum amount of prepared text, as a multiple of the text that the run is expected to read.
 _SPARE = 1.5
-#: Maximum bytes of held-out text that are compressed by xz for comparison with the model.
+#: Maximum number of bytes of held-out text that are compressed with xz for comparison with the
+#: model.
 _XZ_BYTES = 8 << 20
 
 
@@ -37,8 +38,8 @@ class Preparation:
         scan: scan of the texts.
         text_key: field that holds the text in JSONL lines, tables and datasets.
         needed_bytes: bytes of text that the run is expected to read.
-        tokenizer_key: hash or vocabulary size of the tokenizer. It is part of the key of the
-            prepared texts.
+        tokenizer_key: hash or vocabulary size of the tokenizer, which is part of the prepared
+            data's key.
         tokenizer: function that trains or loads the tokenizer.
     """
 
@@ -57,7 +58,7 @@ class Preparation:
 
     @property
     def key(self) -> str:
-        """Key of the prepared data: texts with equal keys have the same shards."""
+        """Key of the prepared data. Texts with equal keys have the same shards."""
         facts = self.scan.facts
         # The size of a dataset on the hub is unknown.
         known = all(source.dataset is None for source in self.scan.sources)
@@ -66,9 +67,9 @@ class Preparation:
 
 
 def prepared_texts(texts: Preparation, call: RunCall) -> Path:
-    """Return the run's data folder, with the tokenizer and shards. They are linked from the folder
-    of an earlier call with the same key, or prepared. If another call is preparing the same texts,
-    wait until it has finished.
+    """Return the run's data folder, which contains the tokenizer and shards. If an earlier call has
+    prepared data with the same key, its files are linked; otherwise, the texts are prepared. If
+    another call is preparing the same texts, wait until it has finished.
 
     Raises:
         InputError, StorageError: see `prepare`.
@@ -81,8 +82,8 @@ def prepared_texts(texts: Preparation, call: RunCall) -> Path:
             continue
         with held(folder / f".{DATA_FOLDER}.lock", "preparing the same texts", call.progress):
             data, state = folder / DATA_FOLDER, read_state(folder)
-            # If a call was killed, the state may contain its `data_key`, but the folder may still
-            # contain older shards.
+            # If a call was killed, the state can contain its `data_key` while the folder still
+            # contains older shards.
             is_complete = state.get("prepared_key") == texts.key
             if is_complete and (data / "manifest.json").is_file():
                 call.tell(f"reusing the tokenizer and shards of {data}")
@@ -110,7 +111,7 @@ def prepared_texts(texts: Preparation, call: RunCall) -> Path:
 
 
 def prepare_corpus(texts: Preparation, call: RunCall) -> Path:
-    """Prepare texts in the run folder, and replace existing shards."""
+    """Prepare texts in the run folder and replace any existing shards."""
     from firstlight.data.prepare import prepare
 
     data = call.folder / DATA_FOLDER
@@ -140,8 +141,8 @@ def train_tokenizer_on(
 ) -> Tokenizer:
     """Train a tokenizer on the texts without the held-out part.
 
-    A tokenizer that was also trained on the held-out text would have tokens for its names and rare
-    words, and would need fewer tokens for it than for other text.
+    A tokenizer that was also trained on the held-out text would have tokens for the names and rare
+    words in that text, and would need fewer tokens for it than for other text.
 
     Args:
         scan: scan of the texts.
@@ -173,7 +174,7 @@ def train_tokenizer_on(
 
 def fitting_prompts(prompts: Sequence[str], tokenizer: Tokenizer, most: int) -> list[str]:
     """Shorten prompts to at most `most` tokens each, and drop empty prompts. Return [""] if no
-    prompt is left."""
+    prompts are left."""
     found = []
     for prompt in prompts:
         while len(tokenizer.encode_prompt(prompt)) > most:
@@ -183,8 +184,8 @@ def fitting_prompts(prompts: Sequence[str], tokenizer: Tokenizer, most: int) -> 
 
 
 def held_out_gzip(data: Path) -> float | None:
-    """Return the bits per byte of the held-out text in a folder of shards when compressed by gzip
-    -9, or None if this is unknown."""
+    """Return the size of the held-out text in a folder of shards when compressed with gzip -9, in
+    bits per byte. Return None if it is unknown."""
     from firstlight.data.shards import read_manifest
 
     held = read_manifest(data)["splits"].get("val", {})
@@ -194,8 +195,8 @@ def held_out_gzip(data: Path) -> float | None:
 
 
 def _xz_bits(data: Path, tokenizer: Tokenizer) -> float | None:
-    """Return the bits per byte of the held-out text compressed by xz, or None if there is no
-    held-out text."""
+    """Return the size of the held-out text when compressed with xz, in bits per byte. Return None
+    if there is no held-out text."""
     from firstlight.data.corpus import TokenDataset
     from firstlight.data.shards import read_manifest
 

@@ -13,7 +13,7 @@ from firstlight.errors import ConfigError, nearest
 from firstlight.planner.advise import defaults
 from firstlight.planner.advise.law import Length
 
-#: Length of a run in seconds if the user does not set the length and can't be asked for it.
+#: Length of a run in seconds if the user has not set the length and can't be prompted for it.
 DEFAULT_SECONDS = 600.0
 #: Keys that restrict the valid widths of a model.
 HEADS = ("model.num_attention_heads", "model.num_key_value_heads")
@@ -63,7 +63,7 @@ class Request:
         return (self.seconds, self.tokens, self.steps) != (None, None, None)
 
     def training_length(self, text_bytes: float = 0.0) -> Length:
-        """Return the expected length of the training.
+        """Return the expected length of training.
 
         With a time budget (by default `DEFAULT_SECONDS`), this is the budget minus the seconds that
         the other parts of the command are expected to take.
@@ -133,7 +133,7 @@ class Request:
         parse_recipe({"data": data, **others}, "options", self.overrides)
 
 
-#: Override with which all inputs are read as conversations.
+#: Setting this key causes all inputs to be read as conversations.
 AS_CHAT = ("data.kind", "chat")
 
 
@@ -153,7 +153,7 @@ def request_of(
     """Return the request for the arguments of `train_texts`.
 
     Raises:
-        ConfigError: a time, number or size is invalid, or two lengths are given.
+        ConfigError: a time, number or size is invalid, or more than one length is set.
     """
     pairs = list(overrides.items() if isinstance(overrides, Mapping) else overrides)
     if not all(isinstance(value, str) for _, value in pairs):

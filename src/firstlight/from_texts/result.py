@@ -1,5 +1,5 @@
-"""The result of a run on texts: the loss compared with gzip and xz, sample texts, and commands that
-use the model."""
+"""Result of a run on texts: the loss compared with gzip and xz, sample texts, and commands that use
+the model."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from firstlight.training.loop import TrainResult
 
 
-#: Maximum number of sample texts, and maximum number of commands, that are shown.
+#: Maximum number of sample texts and maximum number of commands to show.
 _SHOWN_SAMPLES, _SHOWN_COMMANDS = 2, 3
 #: Maximum number of characters of the prompt in a suggested command.
 _PROMPT_CHARS = 32
@@ -52,14 +52,13 @@ class TextRun:
     """The result of `train_texts`.
 
     Attributes:
-        run_folder: folder with the recipe, the data, checkpoints and the report.
+        run_folder: folder that contains the recipe, the data, the checkpoints and the report.
         training: result of the training; None if the run was already complete.
         choices: all settings; None if the call resumed the run of an earlier call.
         bits_per_byte: bits per byte on held-out text at the last evaluation (see also `best`); None
             if there was no evaluation.
-        gzip_bits_per_byte: bits per byte of the held-out text compressed by gzip -9; None if
-            unknown.
-        xz_bits_per_byte: bits per byte of the held-out text compressed by xz; None if unknown.
+        gzip_bits_per_byte, xz_bits_per_byte: size of the held-out text when compressed with gzip -9
+            or with xz, in bits per byte; None if unknown.
         samples: pairs (prompt, continuation) from the last evaluation.
         seconds: wall-clock time of the whole call.
         next_commands: pairs (command, purpose) of commands that use the model.
@@ -73,6 +72,8 @@ class TextRun:
             text.
         expected_bits_per_byte: lowest and highest expected value of `bits_per_byte`; None for
             fine-tuning and for a run that was stopped.
+        reward_accuracy: fractions of the held-out preference pairs whose preferred answer had the
+            higher reward, in the first and the last evaluation; None without preference pairs.
     """
 
     run_folder: Path
@@ -88,6 +89,7 @@ class TextRun:
     best: bool = False
     held_out_share: float = 1.0
     expected_bits_per_byte: tuple[float, float] | None = None
+    reward_accuracy: tuple[float, float] | None = None
 
 
 def result_of(call: RunCall, result: TrainResult | None, request: Request) -> TextRun:
@@ -103,10 +105,13 @@ def result_of(call: RunCall, result: TrainResult | None, request: Request) -> Te
     evaluated = [line for line in metrics if line["step"] and line.get("bits_per_byte") is not None]
     found = [line["bits_per_byte"] for line in evaluated]
     kept = best_checkpoint(folder)
-    # Several steps may have the same lowest value, and possibly none of their checkpoints was kept.
+    # Several steps can have the same lowest value, and it is possible that none of their
+    # checkpoints was kept.
     best_steps = [line["step"] for line in evaluated if line["bits_per_byte"] == min(found)]
     is_worse = bool(found) and min(found) < (1 - _WORSE) * found[-1]
     best = is_worse and kept is not None and kept.step in best_steps
+    key = "val/reward_accuracy"
+    in_order = [line[key] for line in metrics if key in line]
     samples = read_json_lines(folder / SAMPLES_NAME)
     prompt = first_words(samples[0]["prompt"]) if samples else ""
     last = max((line["step"] for line in samples), default=0)
@@ -140,6 +145,7 @@ def result_of(call: RunCall, result: TrainResult | None, request: Request) -> Te
         expected_bits_per_byte=None
         if stopped or not state.get("expected")
         else tuple(state["expected"]),
+        reward_accuracy=(in_order[0], in_order[-1]) if in_order else None,
     )
 
 
@@ -155,8 +161,9 @@ def _held_out_share(folder: Path, tokens: int, kind: str | None) -> float:
 
 
 def first_words(prompt: str) -> str:
-    """Return the beginning of a prompt for use in a command line: words of its first non-empty
-    line, up to the first unprintable character. Return "" if there are no words."""
+    """Return the beginning of a prompt for use in a command line: the first words of its first
+    non-empty line, up to the first unprintable character. Return "" if that line contains no words.
+    """
     line = next((line.strip() for line in prompt.splitlines() if line.strip()), "")
     line = "".join(itertools.takewhile(str.isprintable, line))
     short = textwrap.shorten(line, _PROMPT_CHARS, placeholder="", break_long_words=False)
@@ -218,7 +225,7 @@ def _longer(
     model."""
     length = read_length(call.folder)
     if length.get("max_steps") is not None and length["max_steps"] == length.get("most_steps"):
-        return  # The run has reached the limit of epochs.
+        return  # The run has reached the limit on epochs.
     seconds = request.seconds
     if seconds is None:
         seconds = sum(line.get("seconds", 0.0) for line in metrics)
@@ -233,8 +240,8 @@ def _longer(
 
 
 def result_lines(run: TextRun) -> Iterator[str]:
-    """Yield the result as at most twelve lines for the user: the loss compared with gzip and xz,
-    sample texts, the path of the model, and the most useful commands.
+    """Yield at most twelve lines that describe the result to the user: the loss compared with gzip
+    and xz, sample texts, the path of the model, and the most useful commands.
 
     Args:
         run: result to show.
@@ -252,6 +259,12 @@ def result_lines(run: TextRun) -> Iterator[str]:
         share = run.held_out_share
         part = f", measured on {100 * share:.0f}% of it" if share < 0.995 else ""
         yield f"result: {run.bits_per_byte:.3f} bits per byte of held-out {kind}{part}{compared}"
+    if run.reward_accuracy is not None:
+        before, after = run.reward_accuracy
+        yield (
+            f"result: {after:.1%} of held-out preference pairs in the right order "
+            f"(at the start: {before:.1%})"
+        )
     if run.best:
         yield (
             "later steps overfitted (the held-out loss rose again): --best uses the checkpoint "
@@ -259,14 +272,16 @@ def result_lines(run: TextRun) -> Iterator[str]:
         )
     for prompt, text in run.samples[:_SHOWN_SAMPLES]:
         yield f"  {sample_line(prompt, text, console().width - 2)}"
-    # If the run was already complete, the call took only a moment.
+    # The duration is omitted if the run was already complete, because the call then took only a
+    # moment.
     took = "" if run.training is None else f"; total time: {time_text(run.seconds)}"
     yield f"model: {run.run_folder}; report: {run.run_folder / 'report.html'}{took}"
     yield from command_lines(run.next_commands)
 
 
 def command_lines(commands: Sequence[tuple[str, str]]) -> Iterator[str]:
-    """Yield a blank line and the first commands with their purposes, as lines for the user."""
+    """Yield a blank line, followed by the first commands and their purposes, as lines for the
+    user."""
     yield ""
     shown = commands[:_SHOWN_COMMANDS]
     width = max(len(command) for command, _ in shown)

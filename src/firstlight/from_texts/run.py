@@ -28,13 +28,14 @@ if TYPE_CHECKING:
     from firstlight.from_texts.result import TextRun
     from firstlight.training.loop import TrainResult
 
-#: Function that shows a plan to the user and returns the chosen length of the run in seconds.
+#: Function that shows a plan to the user and returns the run length that the user chooses, in
+#: seconds.
 Ask = Callable[[RunPlan], float]
 
 
 class Work(Protocol):
-    """The work for a request: training a new model (`NewModel`) or fine-tuning a model
-    (`FineTuning`).
+    """Interface for the work that a request requires: training a new model (`NewModel`) or
+    fine-tuning an existing model (`FineTuning`).
 
     Attributes:
         content_key: hash of the inputs' content.
@@ -44,7 +45,7 @@ class Work(Protocol):
     def content_key(self) -> str: ...
 
     def plan(self, request: Request, gpu: str | None = None) -> RunPlan:
-        """Return the plan from estimated facts.
+        """Return a plan based on estimated facts.
 
         Args:
             request: inputs, length and overrides of the run.
@@ -57,7 +58,7 @@ class Work(Protocol):
         train.
 
         Args:
-            plan: plan from estimated facts.
+            plan: plan based on estimated facts.
             request: inputs, length and overrides of the run.
             call: run folder, time and messages.
         """
@@ -65,7 +66,7 @@ class Work(Protocol):
 
 
 def work_of(request: Request, tell: Callable[[str], None], *, progress: bool) -> Work:
-    """Read the inputs of a request, and return the work for it.
+    """Read the inputs of a request and return the object that performs the requested work.
 
     Args:
         request: inputs, length and overrides of the run.
@@ -111,8 +112,8 @@ def train_texts(
 ) -> TextRun:
     """Train a model on texts, from the tokenizer and shards to the evaluation and report.
 
-    A second call with the same inputs and options resumes an unfinished run. A call with other
-    options starts another run, which reuses the tokenizer and shards if they are the same.
+    A second call with the same inputs and options resumes an unfinished run. A call with different
+    options starts a new run, which reuses the tokenizer and shards if they would be the same.
 
     Args:
         inputs: files, folders, globs, "stdlib" or "hf:NAME[:CONFIG[:SPLIT]]"; see `find_sources`.
@@ -132,15 +133,15 @@ def train_texts(
         val_inputs: texts to validate on, in the same form as `inputs`; if empty, a part of the
             inputs is held out.
         as_is: True to read texts unchanged; see `prepare`.
-        resume: True to continue the newest unfinished run on these inputs, whose other options need
-            not be repeated. If all runs are complete, the newest run is selected.
-        on_step: callback for each step's metrics; see `train`. Steps restart at 1 if another model
-            is chosen after the first seconds of training.
+        resume: True to continue the newest unfinished run on these inputs. The other options of
+            that run need not be repeated. If all runs are complete, the newest run is selected.
+        on_step: callback for each step's metrics; see `train`. Steps restart at 1 if a different
+            model is chosen after the first seconds of training.
         progress: True to show messages and progress on stderr.
         explain: True to show every chosen setting with its reason before training; the reasons are
             also comments in the run's recipe.yaml.
         ask: function that asks the user for the length of the run if it is not set.
-        began: `time.time()` at which the budget starts; None for now.
+        began: `time.time()` at which the budget starts; None to start it now.
 
     Raises:
         InputError: the inputs can't be read, or do not contain text.
@@ -163,7 +164,8 @@ def train_texts(
         as_is=as_is,
     )
     work = work_of(request, tell, progress=progress)
-    # Imported after the first message, because these modules import torch, which takes seconds.
+    # Imported after the first message, because these modules import torch, which takes several
+    # seconds.
     from firstlight.checkpoint.run_folder import held
     from firstlight.from_texts.result import result_of
 
@@ -187,9 +189,9 @@ def train_texts(
 def _with_length(
     request: Request, work: Work, ask: Ask | None, tell: Callable[[str], None]
 ) -> tuple[Request, RunPlan | None, float]:
-    """Return the request with a length, the plan that was shown to the user, and the seconds spent
-    waiting for the user. These seconds do not count towards the budget. If the user is not asked,
-    the plan is None and the seconds are 0.
+    """Return three values: the request with its length set, the plan that was shown to the user,
+    and the seconds spent waiting for the user. These seconds do not count towards the budget. If
+    the user is not prompted for a length, the plan is None and the seconds are 0.
     """
     if request.has_length:
         return request, None, 0.0
@@ -228,7 +230,7 @@ def _result(
         )
         try:
             plan = plan or work.plan(request)
-            for note in notes:  # Printed only once the plan is made, because it may be rejected.
+            for note in notes:  # Print notes only after planning, because the plan may be rejected.
                 call.tell(note)
             result = work.begin(plan, request, call)
         except BaseException:
@@ -249,7 +251,7 @@ def _go_on(request: Request, call: RunCall) -> TrainResult:
     if data is not None and not Path(data).is_dir():
         raise ConfigError(
             f"{call.folder} can't be resumed: its shards in {data} were deleted; restore them, or "
-            "start a new run of the same texts with another --run.dir"
+            "start a new run on the same texts with another --run.dir"
         )
     call.tell(f"resuming {call.folder}")
     with RunForecaster() as forecaster:
@@ -261,7 +263,7 @@ def _go_on(request: Request, call: RunCall) -> TrainResult:
             progress=call.progress,
             forecaster=forecaster,
             began=call.began,
-            is_announced=True,  # by the call that started the run
+            is_announced=True,  # The call that started the run announced it.
         )
 
 

@@ -46,20 +46,20 @@ LOCK_NAME = ".pipeline.lock"
 #: torch.
 RECIPE_NAME = "recipe.yaml"
 #: Minimum and maximum seconds of the budget that are reserved for the report. Between these limits,
-#: the reserved time is _RESERVED_SHARE of the time before training, because both take longer on a
-#: busy machine.
+#: the reserved time is _RESERVED_SHARE of the time before training, because both the report and the
+#: preparations take longer on a busy machine.
 _RESERVED_SECONDS, _MOST_RESERVED = 4.0, 12.0
 _RESERVED_SHARE = 1 / 8
-#: Minimum duration of the training in seconds. A shorter training would not be worth starting.
+#: Minimum duration of the training in seconds. Training for less time would not be worthwhile.
 _LEAST_SECONDS = 10.0
 #: A suggested budget is sufficient for a second call that takes up to this multiple of the first
 #: call's time for the same work.
 _SLOWER = 1.25
-#: Attributes of a request that are saved in the state in addition to the overrides.
+#: Attributes of a request that are saved in the run folder's state in addition to the overrides.
 _LENGTH_AND_SIZE = ("seconds", "tokens", "steps", "size")
-#: Maximum number of files whose size and modification time are recorded.
+#: Maximum number of input files whose size and modification time are recorded.
 _KNOWN_FILES = 1000
-#: Reason in the recipe for choices that do not have another reason.
+#: Reason that is written to the recipe for choices without a reason of their own.
 _MEASURED = "new models learned best with this value: docs/learning.md"
 #: Width of comment lines in the recipe, in characters.
 _WIDTH = 100
@@ -70,11 +70,11 @@ OnStep = Callable[[Mapping[str, Any]], None]
 
 
 class RunCall:
-    """One call to `train_texts`: its run folder, time and messages.
+    """State of one call to `train_texts`: its run folder, time and messages.
 
     Args:
         folder: run folder.
-        began: `time.time()` at which the budget starts.
+        began: value of `time.time()` at which the budget starts.
         tell: callback for each message to the user.
         progress: True to show progress bars.
         explain: True to show the table of all choices with their reasons.
@@ -109,7 +109,7 @@ class RunCall:
         self.measured = began
 
     def remember(self, **values: Any) -> None:
-        """Add values to the state, and write it to the run folder for later calls.
+        """Add values to the state and write the state to the run folder for later calls.
 
         Raises:
             StorageError: a file system error.
@@ -119,14 +119,14 @@ class RunCall:
         write_json(self.folder / STATE_NAME, self.state)
 
     def forget(self) -> None:
-        """Delete the state of a run that has not started and does not have its own data, so that
-        its folder is no longer a run folder."""
+        """Delete the state of a run that has not started and does not have its own data. Without
+        the state, the folder is not a run folder."""
         if self.state.get("begun"):
             return
         data = self.folder / DATA_FOLDER
         if self.state.get("has_linked_data") and data.is_dir():
             remove_folder(data)  # The files are links to another run's data.
-        # The state is kept if there is data. Without it, a folder with unfinished shards would not
+        # If there is data, the state is kept. Without it, a folder with unfinished shards would not
         # belong to any run.
         if not data.exists():
             self.state = {}
@@ -134,7 +134,8 @@ class RunCall:
                 (self.folder / STATE_NAME).unlink(missing_ok=True)
 
     def write_unread(self, names: Sequence[str]) -> None:
-        """Write the list of unread files to the run folder, if there are any such files.
+        """Write the list of files that were not read to the run folder. Do nothing if all files
+        were read.
 
         Raises:
             StorageError: a file system error.
@@ -144,7 +145,7 @@ class RunCall:
 
     def length(self, request: Request) -> Length:
         """Return the length of the training loop. With a time budget, this is the remaining time
-        minus the seconds reserved for the other parts of the command.
+        minus the time reserved for the report.
 
         Raises:
             ConfigError: less than `_LEAST_SECONDS` remain.
@@ -170,7 +171,8 @@ class RunCall:
         return Length(left)
 
     def write_recipe(self, recipe: Recipe, choices: Choices, request: Request) -> None:
-        """Write the recipe with the reasons of the choices as comments, and set `choices`.
+        """Write the recipe to the run folder, with the reason for each choice as a comment, and set
+        `choices`.
 
         Raises:
             StorageError: a file system error.
@@ -192,11 +194,11 @@ def commented_yaml(recipe: Recipe, reasons: Mapping[str, str], header: Iterable[
 
     Args:
         recipe: recipe; all of its keys are written.
-        reasons: reasons for the chosen keys, by `section.key`. Each reason is written above its
-            key.
+        reasons: reasons for the chosen keys, keyed by `section.key`. Each reason is written above
+            its key.
         header: lines of a comment at the top.
     """
-    from firstlight.recipe.load import yaml_text  # imports torch, which is already loaded here
+    from firstlight.recipe.load import yaml_text  # This imports torch, already loaded here.
 
     text = yaml_text(recipe.model_dump())
     # File names may contain line breaks.
@@ -223,7 +225,7 @@ def length_options(request: Request) -> list[str]:
 
 
 def own_options(request: Request) -> list[str]:
-    """Return the command-line options for the user's size and recipe values."""
+    """Return the command-line options for the model size and recipe values set by the user."""
     size = [] if request.size is None else ["--size", request.size]
     return size + [
         word for key, value in request.overrides if key != "run.dir" for word in (f"--{key}", value)
@@ -235,7 +237,7 @@ def command_of(request: Request, options: Sequence[str]) -> str:
 
     Args:
         request: the inputs, the initial model, and the options for reading the inputs.
-        options: further options, as command-line words.
+        options: additional options, as a list of command-line arguments.
     """
     start = [] if request.init_from is None else ["--init-from", request.init_from]
     reading = [] if request.text_key == "text" else ["--text-key", request.text_key]
@@ -264,8 +266,8 @@ def place_of_run(
     """
     base, is_given = _base_folder(request, run_dir)
     for folder in _numbered(base):
-        # A folder with only a lock file may belong to a call that has just started. This is
-        # detected when the folder is locked.
+        # A folder that contains only a lock file may belong to a call that has just started. This
+        # is detected when the folder is locked.
         if not folder.is_dir() or all(one.name.startswith(".") for one in folder.iterdir()):
             break
         state = read_state(folder)
@@ -295,7 +297,7 @@ def facts_of_files(request: Request) -> dict[str, list[int]]:
     try:
         paths = [source.path for source in find_sources(inputs) if source.path is not None]
     except InputError:
-        return {}  # The inputs are conversations in files that are not text.
+        return {}  # In this case, the inputs are conversations in files that are not text files.
     stats = {str(path): path.stat() for path in paths[:_KNOWN_FILES]}
     return {name: [stat.st_size, stat.st_mtime_ns] for name, stat in stats.items()}
 
@@ -304,8 +306,8 @@ def _changes_since(
     state: Mapping[str, Any], folder: Path, request: Request, content_key: str
 ) -> Iterator[str]:
     """Yield messages about the files that have changed since an earlier run on the same inputs, and
-    about the command that continues the earlier run. Yield nothing if the earlier run has other
-    inputs or the same content.
+    about the command that continues the earlier run. Yield nothing if the earlier run has different
+    inputs, or if its inputs are unchanged.
 
     Args:
         state: state of the run folder.
@@ -382,8 +384,8 @@ def earlier_request(request: Request, content_key: str, run_dir: str | Path | No
 
 
 def has_run(request: Request, content_key: str) -> bool:
-    """Return True if runs/NAME, runs/NAME-2 and so on include a run with the same content and
-    options."""
+    """Return True if one of the folders runs/NAME, runs/NAME-2 and so on contains a run with the
+    same content and options."""
     base, _ = _base_folder(request, None)
     states = map(read_state, itertools.takewhile(Path.is_dir, _numbered(base)))
     wanted = remembered(request)
@@ -412,14 +414,14 @@ def run_name(inputs: Sequence[str]) -> str:
 
 
 def _base_folder(request: Request, run_dir: str | Path | None) -> tuple[Path, bool]:
-    """Return the first candidate for the run folder, and whether the user has set it."""
+    """Return the first candidate for the run folder, and True if the user has set the folder."""
     given = run_dir or request.fixed.get("run.dir")
     return Path(given or Path("runs") / run_name(request.inputs)).expanduser(), bool(given)
 
 
 def read_state(folder: Path) -> dict[str, Any]:
-    """Return the contents of a run folder's state file (`STATE_NAME`), or {} if it is missing or
-    damaged."""
+    """Return the contents of a run folder's state file (`STATE_NAME`), or {} if the file is missing
+    or damaged."""
     try:
         state = json.loads((folder / STATE_NAME).read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -428,7 +430,7 @@ def read_state(folder: Path) -> dict[str, Any]:
 
 
 def remembered(request: Request) -> dict[str, Any]:
-    """Return the options that identify a run to later calls, as a JSON object."""
+    """Return the options by which later calls identify a run, as a JSON object."""
     overrides = [list(one) for one in request.overrides if one[0] != "run.dir"]
     kept = {name: getattr(request, name) for name in _LENGTH_AND_SIZE}
     if request.init_from is not None:

@@ -1,5 +1,5 @@
-"""Scan the inputs once before settings are chosen. The scan finds conversations; in texts, it finds
-the scripts, the duplicates and the documents to hold out."""
+"""Scan the inputs once before settings are chosen. The scan detects conversations. In text, it
+detects the scripts and the duplicates, and it selects the documents to hold out."""
 
 from __future__ import annotations
 
@@ -36,6 +36,7 @@ from firstlight.data.sources import (
     STANDARD_LIBRARY,
     DataSource,
     by_ending,
+    distinct_inputs,
     find_sources,
     holds_one_document,
     limited_sources,
@@ -59,16 +60,16 @@ from firstlight.planner.advise.law import Hardness, TextFacts, latin_bytes_per_t
 
 #: Maximum number of file names in a message.
 SHOWN_FILES = 5
-#: Maximum bytes to read. Of a larger corpus, the first part of each file is read.
+#: Maximum number of bytes to read. In a larger corpus, only the first part of each file is read.
 MOST_BYTES = 256 << 20
 #: Number of characters that are counted at a time.
 _BLOCK_CHARACTERS = 1 << 22
-#: Number of unreadable documents after which reading stops if no readable document was found.
+#: Number of unreadable documents after which reading stops if no readable document has been found.
 _HOPELESS = 1000
 #: Maximum bytes of text that are compressed by gzip.
 _GZIP_BYTES = 2 << 20
 
-#: Unicode script names -> more familiar names.
+#: More familiar names of some Unicode scripts.
 _SCRIPT_NAMES = {"CJK": "Han", "HIRAGANA": "Japanese kana", "KATAKANA": "Japanese kana"}
 
 
@@ -90,14 +91,16 @@ class CorpusFacts:
             documents of the corpus.
         rejected: number of unreadable documents, keyed by reason (see `records.REASONS`).
         first_rejected: location and error of the first unreadable document, keyed by reason.
-        gzip_bits_per_byte: bits per byte of the first 2 MiB of text, compressed by gzip -9.
+        gzip_bits_per_byte: size of the first 2 MiB of text when compressed with gzip -9, in bits
+            per byte.
         hardness: difficulty of learning the text.
         content_key: hash of all text that was read and, if only a sample was read, of the limit up
             to which each file was read.
         is_sampled: True if only part of the corpus was read.
-        changes: numbers of documents and files, keyed by kind of change; see `cleaning`.
-        changed_files: for kinds of changes that were made in a single file, name of the file, keyed
-            by kind of change.
+        changes: number of documents or files with each kind of change, keyed by kind; see
+            `cleaning`.
+        changed_files: for each kind of change that occurs in a single file, the name of that file,
+            keyed by kind of change.
     """
 
     documents: int
@@ -156,8 +159,8 @@ class Scan:
         """Return sources limited to about `most_bytes` bytes of text in total, including all
         held-out text files.
 
-        Held-out files keep the limits of the scan, because with a different limit, the hash of the
-        text would not be found in `split`.
+        Held-out files keep the limits of the scan, because `split` does not contain the hashes of
+        files that are read up to a different limit.
         """
         return limited_sources(self.sources, most_bytes, self.held_out_files)
 
@@ -170,11 +173,11 @@ def scan_corpus(
     most_bytes: int = MOST_BYTES,
     progress: bool = False,
 ) -> Scan:
-    """Read a corpus once. Of a large corpus, read only the first part of each file.
+    """Read a corpus once. If the corpus is large, read only the first part of each file.
 
     Args:
-        sources: see `find_sources`.
-        text_key: see `read_documents`.
+        sources: files and datasets to read; see `find_sources`.
+        text_key: field that holds the text in JSONL lines, tables and datasets.
         val_sources: texts to validate on; if empty, a part of `sources` is held out.
         most_bytes: maximum number of bytes to read.
         progress: True to show a progress bar on stderr.
@@ -240,8 +243,8 @@ class _Counts:
         return self._rejected.total()
 
     def add(self, record: Record, source: DataSource) -> int:
-        """Count a document of a source, and return its approximate size in bytes for the progress
-        bar."""
+        """Count a document of a source. Return the document's approximate size in bytes for the
+        progress bar."""
         if record.error is not None:
             reason = record.error.reason
             self._rejected[reason] += 1
@@ -314,7 +317,7 @@ class _Counts:
         Args:
             sources: all sources.
             limited: sources with the limits up to which they were read.
-            text_key: see `read_documents`.
+            text_key: field that holds the text in JSONL lines, tables and datasets.
             held: documents that are held out.
 
         Raises:
@@ -401,8 +404,8 @@ def opening_of(text: str, start: int = 0) -> str:
 
 
 def _scripts(histogram: np.ndarray[tuple[int], np.dtype[np.int64]]) -> dict[str, float]:
-    """Return the fraction of the letters' UTF-8 bytes by script, computed from a histogram of code
-    points."""
+    """Return the fraction of the letters' UTF-8 bytes that belongs to each script. `histogram`
+    counts the code points."""
     counts: Counter[str] = Counter()
     for code in np.flatnonzero(histogram).tolist():
         character = chr(code)
@@ -414,13 +417,13 @@ def _scripts(histogram: np.ndarray[tuple[int], np.dtype[np.int64]]) -> dict[str,
 
 
 def described(scan: Scan) -> Iterator[str]:
-    """Yield the facts of a scan as lines for the user, one line per kind of change or loss."""
+    """Yield lines that describe a scan to the user, one line per kind of change or loss."""
     facts = scan.facts
     shown = [f"{name} {share:.0%}" for name, share in facts.scripts.items() if share >= 0.01]
     scripts = ", ".join(shown[:5]) or "no letters"
     yield (
         f"{counted(facts.documents, 'document')}, {human_bytes(facts.text_bytes)} of text "
-        f"({scripts}); gzip -9 of it: {facts.gzip_bits_per_byte:.2f} bits per byte"
+        f"({scripts}); compressed with gzip -9: {facts.gzip_bits_per_byte:.2f} bits per byte"
     )
     yield from change_lines(facts.changes, facts.changed_files, total=facts.documents)
     if count := scan.val_documents:
@@ -451,8 +454,8 @@ def described(scan: Scan) -> Iterator[str]:
     compared = facts.documents - facts.duplicates - facts.compared
     if compared > 0:
         yield (
-            f"only the first {facts.compared:,} documents were searched for near-duplicates: some "
-            f"of the other {compared:,} may be in both splits"
+            f"only the first {facts.compared:,} documents were searched for near-duplicates: "
+            f"near-duplicates among the other {compared:,} may be in both splits"
         )
     elif facts.is_sampled:
         yield "only the sample was searched for near-duplicates"
@@ -471,7 +474,7 @@ def estimated_text(facts: CorpusFacts, vocab_size: int, held_out: float) -> Text
         held_out: bytes of text that are held out.
     """
     # Non-Latin scripts have more bytes per character and about as many characters per token as
-    # Latin. The exponent of 0.8 assumes slightly fewer characters per token.
+    # Latin script. The exponent of 0.8 assumes slightly fewer characters per token.
     per_token = latin_bytes_per_token(vocab_size) * facts.bytes_per_character**0.8
     return TextFacts(
         vocab_size,
@@ -505,7 +508,7 @@ def conversations_in(
         for source in sources:
             is_asked = source.dataset is None or datasets
             if is_asked and kind_of_records(source, text_key) is not None:
-                found.setdefault(source.name, source)
+                found.setdefault(source.key, source)
     return list(found.values())
 
 
@@ -548,23 +551,23 @@ def file_names(inputs: Sequence[str], sources: Sequence[DataSource]) -> list[str
         whole = {source.name for source in find_records(inputs)} == names
     except InputError:
         whole = False
-    return list(inputs) if whole else [source.name for source in sources]
+    return distinct_inputs(inputs) if whole else [source.name for source in sources]
 
 
 def other_files(inputs: Sequence[str], sources: Sequence[DataSource]) -> list[str]:
     """Return the names of the input files that are not read because they do not contain
     conversations."""
-    names = {source.name for source in sources}
+    keys = {source.key for source in sources}
     others = [str(path) for path in unread_files(inputs, RECORD_SUFFIXES)]
-    for item in inputs:
+    for item in distinct_inputs(inputs):
         try:
-            others += [one.name for one in find_records([item]) if one.name not in names]
+            others += [one.name for one in find_records([item]) if one.key not in keys]
         except InputError:  # The item is a text file.
             others += [item] if Path(item).is_file() else []
     return list(dict.fromkeys(others))
 
 
-#: Minimum bytes of text. With less text, there would be no text left for validation.
+#: Minimum number of bytes of text. With less text, none would be left for validation.
 LEAST_BYTES = 1000
 
 
@@ -595,7 +598,7 @@ def scan_texts(
     tell(reading_line(named, [*sources, *val_sources]))
     if note := note_on_inputs(named):
         tell(note)
-    # The check runs after the first message, because it imports torch, which takes seconds.
+    # The check runs after the first message, because it imports torch, which takes several seconds.
     check(request)
     scan = scan_corpus(sources, request.text_key, val_sources=val_sources, progress=progress)
     for line in described(scan):
@@ -618,7 +621,7 @@ def scan_texts(
 
 
 def first_names(names: Sequence[str]) -> str:
-    """Return the first few file names as one string."""
+    """Join the first few file names into one string."""
     return ", ".join(names[:SHOWN_FILES]) + (", ..." if len(names) > SHOWN_FILES else "")
 
 

@@ -352,7 +352,7 @@ def require_prompt(model: Model, prompt_ids: Sequence[int], *, room: int = 1) ->
     """
     limit = model.config.max_position_embeddings
     if not prompt_ids:
-        raise ConfigError("the prompt has no tokens: the model needs at least one to continue from")
+        raise ConfigError("the prompt has no tokens: the model continues from at least one token")
     if len(prompt_ids) + room > limit:
         raise ConfigError(
             f"the prompt has {len(prompt_ids)} tokens, which leaves too little room in the model's "
@@ -360,7 +360,7 @@ def require_prompt(model: Model, prompt_ids: Sequence[int], *, room: int = 1) ->
         )
     if max(prompt_ids) >= model.config.vocab_size:
         raise ModelError(
-            f"the prompt has token id {max(prompt_ids)}, but the model's vocabulary has only "
+            f"the prompt contains token id {max(prompt_ids)}, but the model's vocabulary has only "
             f"{model.config.vocab_size} tokens: use the model's own tokenizer"
         )
 

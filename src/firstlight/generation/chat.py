@@ -448,7 +448,7 @@ class ChatSession:
         if tokens > limit:
             raise ConfigError(
                 f"the message{what_else} has {tokens:,} tokens, but the model's context of "
-                f"{self.context:,} tokens has room for only {limit:,}, since "
+                f"{self.context:,} tokens has room for only {limit:,}, because "
                 f"{self.answer_room:,} are reserved for the answer: shorten the message"
             )
         return limit

@@ -145,8 +145,8 @@ def require_biased_tokens(config: SamplingConfig, vocab_size: int) -> None:
     highest = max(config.logit_bias, default=-1)
     if highest >= vocab_size:
         raise ConfigError(
-            f"logit_bias has token id {highest}, but the model has {vocab_size} tokens: use ids "
-            f"from 0 to {vocab_size - 1}"
+            f"logit_bias contains token id {highest}, but the model has {vocab_size} tokens: use "
+            f"ids from 0 to {vocab_size - 1}"
         )
 
 

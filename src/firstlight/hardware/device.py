@@ -112,7 +112,7 @@ def _require_code(properties: Any) -> None:
     if built_for:
         index = "cu126" if capability < min(built_for) else "cu130"
         raise ConfigError(
-            f"torch {torch.__version__} has no code for {properties.name} (compute capability "
+            f"torch {torch.__version__} was not built for {properties.name} (compute capability "
             f"{capability[0]}.{capability[1]}): pip install --force-reinstall torch --index-url "
             f"https://download.pytorch.org/whl/{index}, or set the device to cpu"
         )

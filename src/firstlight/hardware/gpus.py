@@ -286,5 +286,5 @@ def _nearest(name: str) -> str:
     ranked = sorted(GPUS, key=likeness, reverse=True)[:4]
     close = [gpu for gpu in ranked if likeness(gpu) > (0, 0.5)]
     names = ", ".join(repr(gpu) for gpu in close)
-    found = f"nearest are {names}" if close else f"use one of {', '.join(GPUS)}"
-    return f"{found}; or `firstlight plan` with --gpu-memory 24GiB"
+    found = f"the nearest are {names}" if close else f"use one of {', '.join(GPUS)}"
+    return f"{found}; or run `firstlight plan` with --gpu-memory 24GiB"

@@ -265,8 +265,8 @@ def adapter_chain(folder: Path) -> list[Path]:
         chain.append(base)
         if len(chain) > _LONGEST_CHAIN:
             raise ModelError(
-                f"{folder} is an adapter of an adapter, and so on, in a chain of more than "
-                f"{_LONGEST_CHAIN}: merge them with `firstlight convert`"
+                f"{folder} begins a chain of more than {_LONGEST_CHAIN} adapters, each of which "
+                f"adapts the next: merge them with `firstlight convert`"
             )
     return chain
 
@@ -553,7 +553,9 @@ def _require_rank(
 
 def _read(stored: StoredTensor) -> Tensor:
     if stored.kind not in FLOAT_FORMATS:
-        raise ModelError(f"{stored.path}: {stored.name} is {stored.kind}, not floating-point")
+        raise ModelError(
+            f"{stored.path}: tensor {stored.name} is {stored.kind}, not floating-point"
+        )
     return stored.read()
 
 
@@ -604,9 +606,9 @@ def _take_base_tables(
             continue
         if own is None or plain not in tables or value.shape != own[:rows].shape:
             raise ModelError(
-                f"{path} has tensor {name}, which is neither part of an adapter nor of the base "
-                "model: adapters that change other weights are not supported; merge it with PEFT "
-                "(merge_and_unload), and use the merged model"
+                f"{path} contains tensor {name}, which belongs neither to an adapter nor to the "
+                "base model: adapters that change other weights are not supported; merge it with "
+                "PEFT (merge_and_unload), and use the merged model"
             )
         replaced = own.new_zeros(own.shape)
         replaced[:rows] = value
@@ -678,8 +680,8 @@ def peft_notes(model: Model) -> list[str]:
     head = model.head_file_name.removesuffix(".weight")
     if head != HEAD and HEAD in (*tables, *modules_in_full(model)):
         return [
-            f"PEFT knows the head of {model.config.model_type} as {head} and does not find its "
-            "adapter: to use PEFT, merge with `firstlight convert RUN --to hf`"
+            f"PEFT expects the head of {model.config.model_type} models under the name {head} and "
+            "does not find its adapter: to use PEFT, merge with `firstlight convert RUN --to hf`"
         ]
     merge = "or merge with `firstlight convert RUN --to hf`"
     notes = []
@@ -690,14 +692,14 @@ def peft_notes(model: Model) -> list[str]:
             short = module.rpartition(".")[2]
             notes.append(
                 f"PEFT does not load {module}, because adapters do not contain its "
-                f"{own[0].rpartition('.')[2]}: to use PEFT, name modules without {short} in "
-                f"lora.modules_to_save, {merge}"
+                f"{own[0].rpartition('.')[2]}: to use PEFT, list only modules that do not contain "
+                f"{short} in lora.modules_to_save, {merge}"
             )
             break
     lost = [name for name in names if name.rpartition(".")[2] in _TAKEN_FOR_EXPERTS]
     if lost and model.config.expert_count:
         notes.append(
-            f"PEFT 0.21 does not load the adapters of {len(lost)} layers beside experts "
+            f"PEFT 0.21 does not load the adapters of {len(lost)} layers outside of the experts "
             f"({', '.join(_TAKEN_FOR_EXPERTS)}): to use PEFT, leave them out of lora.targets, "
             f"{merge}"
         )

@@ -740,7 +740,7 @@ def fill_adapter(model: Model, tensors: Mapping[str, Tensor], where: str) -> Non
     """
     places = dict(_places(model))
     for name in sorted(places.keys() ^ tensors.keys()):
-        problem = "lacks" if name in places else "has, besides the model's adapters,"
+        problem = "lacks" if name in places else "contains, in addition to the model's adapters,"
         raise ModelError(f"{where} {problem} tensor {name}")
     with torch.no_grad():
         for name, place in places.items():

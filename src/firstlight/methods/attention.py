@@ -133,7 +133,7 @@ def why_unable(model: ModelConfig, backend: str, device: str = "cuda") -> str:
     spec = model.attention_spec(0)
     what = "compute the attention sinks" if spec.sinks else "cap the scores"
     if spec.value_dim is not None:
-        what = "handle different sizes of key and value heads"
+        what = "handle the different key and value head sizes"
     return f"can't {what} of {model.model_type} models: use {', '.join(able)} or auto"
 
 

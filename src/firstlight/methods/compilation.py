@@ -66,7 +66,7 @@ def _missing_on_cpu() -> str:
     if not any(map(shutil.which, ("c++", "g++", "clang++"))):
         return "a C++ compiler on a CPU: install g++ or clang"
     if not _has_python_headers():
-        return "Python's headers on a CPU: install python3-dev, or your system's package of them"
+        return "Python's headers on a CPU: install python3-dev or your system's equivalent"
     # Apple's compiler does not include OpenMP. These are the folders in which inductor looks for
     # it.
     places = (

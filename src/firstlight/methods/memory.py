@@ -337,9 +337,9 @@ def chunk_loss(model: Model, chunk_tokens: int, z_loss_coef: float = 0.0) -> Non
     """
     if type(model.lm_head) is not nn.Linear:
         raise ConfigError(
-            "efficiency.loss_chunk_tokens needs a plain head, but the lora section changes it: "
-            "remove lm_head from lora.targets and lora.trainable_token_indices, or set "
-            "efficiency.loss_chunk_tokens to 0"
+            "efficiency.loss_chunk_tokens needs a plain head, but the lora section adapts the "
+            "head: remove lm_head from lora.targets and lora.trainable_token_indices, or "
+            "set efficiency.loss_chunk_tokens to 0"
         )
     model.head_loss = chunked_head_loss(chunk_tokens, z_loss_coef)
 

@@ -155,9 +155,9 @@ def packet_note(
         for size, next_size in padded.items()
     )
     return (
-        f"not multiples of {multiple}, which this GPU's tensor cores read at full speed: {named}. "
-        f"Their products cost at least as much as with the next multiples: {more - 1:.1%} more "
-        "arithmetic"
+        f"this GPU's tensor cores read only multiples of {multiple} at full speed, but the model "
+        f"has {named}. Rounded up to the next multiples, these sizes would need {more - 1:.1%} "
+        "more arithmetic, but no more time"
     )
 
 

@@ -108,8 +108,8 @@ class MoEConfig(DecoderConfig):
             or self.mlp_only_layers
         ):
             raise ValueError(
-                "mixtral models have one intermediate_size, normalised weights and experts in "
-                "every layer: use model_type qwen3_moe for other settings"
+                "mixtral models have one intermediate_size, normalised routing weights and "
+                "experts in every layer: use model_type qwen3_moe for other settings"
             )
         if not any(self.has_experts(layer) for layer in range(self.num_hidden_layers)):
             raise ValueError(

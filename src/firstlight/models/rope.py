@@ -134,8 +134,8 @@ def check_rope(
     if nested and isinstance(scaling, YarnRope) and not scaling.truncate:
         raise ValueError(
             "rope_scaling: truncate must be true if layers with a sliding window have a separate "
-            "base, because transformers ignores it there: remove truncate (also to resume a run "
-            "that sets it)"
+            "base, because transformers ignores truncate for those layers: remove truncate (also "
+            "to resume a run that sets it)"
         )
     if isinstance(scaling, LongRope):
         pairs = (rotary_dim + 1) // 2

@@ -336,7 +336,7 @@ class Optimizer:
         if self.in_backward:
             if grad_scale != 1:
                 raise ConfigError(
-                    "efficiency.optimizer_in_backward can't take scaled gradients: "
+                    "efficiency.optimizer_in_backward does not support scaled gradients: "
                     "set efficiency.precision to bf16 instead of fp16"
                 )
             # Lists in which a parameter did not receive a gradient have not been updated yet, so
@@ -428,7 +428,7 @@ class Optimizer:
 
         def update(_: Tensor) -> None:
             optimizer = owner()
-            assert optimizer is not None, "a model is trained without its optimizer"
+            assert optimizer is not None, "the model is trained, but its optimizer is gone"
             optimizer._update(name)
 
         parameter.register_post_accumulate_grad_hook(update)  # type: ignore[no-untyped-call]

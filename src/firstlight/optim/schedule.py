@@ -177,7 +177,7 @@ class BatchSchedule:
         """The number of sequences per step, as text for messages."""
         if not self.ramp_steps:
             return f"{self.size:,}"
-        return f"{self.start:,} to {self.size:,} (from step {self.ramp_steps + 1:,} on)"
+        return f"{self.start:,} to {self.size:,} (reached at step {self.ramp_steps + 1:,})"
 
     def at(self, step: int) -> int:
         """Return the number of sequences in `step` (0 is the first step)."""
@@ -279,8 +279,9 @@ class ScheduleConfig(Section):
     token of the run, instead of decay_steps. It is rounded down to full steps."""
     decay_starts_at_peak: bool | None = None
     """true starts the decay at the peak and ends it one step before the minimum, like the cosine
-    schedules of nanoGPT, build-nanogpt and transformers; null and false start the decay one step
-    below the peak and reach the minimum in its last step."""
+    schedules of nanoGPT, build-nanogpt and transformers; false starts the decay one step below the
+    peak and reaches the minimum in its last step. null is true if that step is the last of the run
+    and its learning rate would be 0, otherwise false."""
     decay_fraction: float | None = Field(None, gt=0, le=1)
     """fraction of the run's steps for the decay of wsd; null is 0.2."""
     cooldown_steps: int | None = Field(None, gt=0)
@@ -476,8 +477,8 @@ def resolve_schedule(
     is_given = config.decay_steps is not None or config.decay_tokens is not None
     if is_given and warmup_steps >= decay_steps:
         raise ConfigError(
-            f"schedule.{decay_key} {decay_steps} is not after the warm-up of {warmup_steps} steps: "
-            "it is counted from the run's first step; raise it, or shorten the warm-up"
+            f"schedule.{decay_key} {decay_steps} is not after the warm-up of {warmup_steps} steps "
+            "(both are counted from the run's first step): raise it, or shorten the warm-up"
         )
     cooldown_steps = _cooldown_steps(config, max_steps, warmup_steps)
     if cooldown_steps and warmup_steps + cooldown_steps > decay_steps:

@@ -203,7 +203,7 @@ def _require_zero(leaves: dict[str, Any]) -> None:
     optimizer = leaves.get("zero_optimization.offload_optimizer.device", "none")
     if parameters not in ("none", "cpu"):
         raise ConfigError(
-            f"{name} is {parameters}: parameters can be offloaded only to cpu: set it to cpu"
+            f"{name} is {parameters}, but parameters can be offloaded only to cpu: set it to cpu"
         )
     stage = leaves.get("zero_optimization.stage")
     if parameters == "cpu" and (optimizer == "none" or stage != 3):

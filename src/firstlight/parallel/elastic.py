@@ -108,11 +108,11 @@ class Launch:
         if not 0 <= self.node_rank < self.nnodes:
             raise ConfigError(
                 f"--node-rank is {self.node_rank} with --nnodes {self.nnodes}: the machines are "
-                f"0 to {self.nnodes - 1}"
+                f"numbered 0 to {self.nnodes - 1}"
             )
         if self.nnodes > 1 and not self.endpoint:
             raise ConfigError(
-                "--nnodes needs --rdzv-endpoint HOST:PORT, a free port of machine 0, the same on "
+                "--nnodes needs --rdzv-endpoint HOST:PORT, a free port of machine 0: add it on "
                 "all machines"
             )
 

@@ -97,10 +97,10 @@ def engine_name(config: DistributedConfig, processes: int) -> str:
     if name not in ("none", "deepspeed") and size == 1:
         if group > 1:
             raise ConfigError(
-                f"distributed.engine {name} shares a model between groups of {group} processes "
-                f"(distributed.tensor_parallel {group}), but the {group} processes of this run "
-                "form only one group: remove distributed.engine, or start the run with --nproc "
-                f"{2 * group} or another multiple of {group}"
+                f"distributed.engine {name} trains one model with several groups of {group} "
+                f"processes (distributed.tensor_parallel {group}), but the {group} processes "
+                "of this run form only one group: remove distributed.engine, or start the run with "
+                f"--nproc {2 * group} or another multiple of {group}"
             )
         raise ConfigError(
             f"distributed.engine {name} is for several processes, but this run has one: start it "

@@ -193,7 +193,7 @@ class Heartbeat:
 
     def _store_owner(self) -> str:
         if hosted_by_agent():
-            return "the launcher (torch elastic's store, the rendezvous of the ranks)"
+            return "the launcher (torch elastic's store, through which the ranks communicate)"
         return f"{self._infos[0].name} (pid {self._infos[0].pid})"
 
     def _decide(self, failure: str) -> None:
@@ -256,8 +256,8 @@ def own_device(world: World, device: str) -> torch.device:
     index = 0 if count == 1 else world.local_rank
     if index >= count:
         raise ConfigError(
-            f"there is no GPU for local rank {index} on this machine, which has {count}: start at "
-            "most one process per GPU"
+            f"there is no GPU for local rank {index}, because this machine has only {count}: start "
+            "at most one process per GPU"
         )
     return torch.device("cuda", index)
 

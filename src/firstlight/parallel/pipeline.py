@@ -60,20 +60,19 @@ def unstageable(config: ModelConfig, stages: int) -> Iterator[str]:
     if not config.has_pipeline:
         able = families_with(lambda family: family.config.has_pipeline)
         yield (
-            f"distributed.pipeline supports {able}, but the model is {config.model_type}: set it "
-            "to 1, and distributed.engine to fsdp"
+            f"distributed.pipeline supports {able}, but the model is {config.model_type}: set "
+            "pipeline to 1, and distributed.engine to fsdp"
         )
     elif config.num_hidden_layers < stages:
         yield (
             f"distributed.pipeline {stages} is greater than model.num_hidden_layers "
-            f"{config.num_hidden_layers}: lower it to at most this number"
+            f"{config.num_hidden_layers}: lower it to this number"
         )
     if config.tie_word_embeddings:
         yield (
             "distributed.pipeline places the embedding and the head in different processes, so "
             "they can't be tied: set model.tie_word_embeddings to false, or distributed.pipeline "
-            "to 1 "
-            "and distributed.engine to fsdp"
+            "to 1 and distributed.engine to fsdp"
         )
 
 

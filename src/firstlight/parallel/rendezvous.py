@@ -109,7 +109,7 @@ def open_store(world: World, timeout_seconds: float) -> PrefixStore:
         raise RankError(
             f"rank {world.rank} on {socket.gethostname()} could not reach the rendezvous at "
             f"{world.host}:{world.port} within {timeout_seconds:.0f} s ({problem}): check that "
-            "rank 0 runs there"
+            "rank 0 is running there"
         ) from error
     # Each start uses different keys, because the agent's store outlives a restart.
     restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
@@ -154,7 +154,9 @@ def rendezvous(store: Store, own: RankInfo, timeout_seconds: float) -> list[Rank
         infos = [RankInfo(**json.loads(text)) for text in store.multi_get(keys)]
         compare(infos)
     except RuntimeError as error:
-        raise RankError(f"{own.name} lost the rendezvous: see the messages of rank 0") from error
+        raise RankError(
+            f"{own.name} lost its connection to the rendezvous: see the messages of rank 0"
+        ) from error
     except BaseException as error:
         is_known = isinstance(error, FirstlightError)
         tell_failure(store, str(error) if is_known else f"{own.name} was stopped")

@@ -48,12 +48,12 @@ def unshardable(config: ModelConfig, size: int) -> Iterator[str]:
         )
         yield (
             f"distributed.tensor_parallel supports {able}, but the model is {config.model_type}: "
-            "set it to 1, and distributed.engine to fsdp"
+            "set tensor_parallel to 1, and distributed.engine to fsdp"
         )
     elif config.indivisible:
         yield (
             f"distributed.tensor_parallel does not support {config.model_type} models, where "
-            f"{config.indivisible}: set it to 1, and distributed.engine to fsdp"
+            f"{config.indivisible}: set tensor_parallel to 1, and distributed.engine to fsdp"
         )
     for name in config.tensor_parallel_sizes:
         count = getattr(config, name)

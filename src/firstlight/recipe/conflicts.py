@@ -408,8 +408,8 @@ def _missing_hardware(recipe: ResolvedRecipe, hardware: Hardware) -> Iterator[st
     fast_only = config.attention in ("flash", "cudnn") and device == "cuda"
     if fast_only and (recipe.data.document_masking or _window(recipe.model) < recipe.data.seq_len):
         yield (
-            f"efficiency.attention {config.attention} does not support masks on a GPU, which "
-            "documents and sliding windows need: set efficiency.attention to auto, flex or "
+            f"efficiency.attention {config.attention} does not support masks on a GPU, but "
+            "documents and sliding windows need them: set efficiency.attention to auto, flex or "
             "efficient"
         )
     if hardware.capability is not None:

@@ -73,8 +73,8 @@ class BatchConfig(Section):
             )
         if whole % start or whole == start:
             raise ValueError(
-                f"global_batch_tokens {whole} is not a multiple (at least 2 times) of "
-                f"ramp_start_tokens {start}: change one of them"
+                f"global_batch_tokens {whole} is not 2, 3 or more times ramp_start_tokens {start}: "
+                "change one of them"
             )
         return self
 
@@ -96,9 +96,9 @@ class BatchConfig(Section):
         """
         if self.global_batch_tokens is None or self.gradient_accumulation_steps is not None:
             raise ConfigError(
-                "batch.micro_batch_size auto requires batch.global_batch_tokens, which fixes the "
-                "batch of a step, instead of batch.gradient_accumulation_steps: set "
-                f"global_batch_tokens to a multiple of data.seq_len, {seq_len}"
+                "batch.micro_batch_size auto requires a fixed number of tokens per step: set "
+                "batch.global_batch_tokens instead of batch.gradient_accumulation_steps, to a "
+                f"multiple of data.seq_len, {seq_len}"
             )
         rows, rest = divmod(self.global_batch_tokens, seq_len)
         if rest:

@@ -36,7 +36,7 @@ from firstlight.models.language_model import InitConfig
 from firstlight.optim.config import OPTIMIZERS, OptimizerConfig
 from firstlight.optim.eight_bit import installed_library
 from firstlight.optim.new_model import MODEL, NEW_MODEL, RATE_WIDTH, WARMUP_RATIO
-from firstlight.optim.schedule import ScheduleConfig
+from firstlight.optim.schedule import KINDS_OF_KEYS, ScheduleConfig
 from firstlight.parallel.engine import DistributedConfig
 from firstlight.parallel.engine_choice import named_engine
 from firstlight.recipe.micro_batch import resolve_micro_batch
@@ -196,7 +196,6 @@ def require_fitting_data(recipe: Recipe, kind: Kind, *, from_weights: bool) -> N
         raise ConfigError(
             "the preference section applies to pairs of answers only: set data.kind to "
             "preference, or remove the section"
-            "out"
         )
     if kind == "preference" and not from_weights:
         raise ConfigError(
@@ -253,6 +252,7 @@ def resolve(
             "data": dict(known.data),
             "efficiency": dict(efficiency),
             "optimizer": _resolve_optimizer(optimizer, facts.earlier.get("optimizer", {}), tell),
+            "schedule": _resolve_curve(known.schedule, facts.earlier.get("schedule", {})),
             # 1 is a placeholder until the size is determined by trials.
             "batch": {**dict(batch), **({"micro_batch_size": 1} if is_tried else {})},
         }
@@ -360,6 +360,20 @@ def _resolve_efficiency(
         kept = None
     attention = kept or attention_backend(recipe, model, seq_len, facts, precision=precision)
     return config.model_copy(update={"attention": attention})
+
+
+def _resolve_curve(config: ScheduleConfig, earlier: Mapping[str, Any]) -> ScheduleConfig:
+    """Return the `schedule` section with `decay_starts_at_peak` set if the decay would otherwise
+    end with a step whose learning rate is 0, which would not train anything."""
+    falls = KINDS_OF_KEYS["decay_starts_at_peak"]
+    if config.decay_starts_at_peak is not None or config.kind not in falls:
+        return config
+    is_given = config.decay_steps is not None or config.decay_tokens is not None
+    ends_at_zero = config.minimum_scale(1.0) == 0 and not is_given
+    # Runs of older versions continue on their curve.
+    kept = earlier.get("kind") in falls
+    is_late = earlier.get("decay_starts_at_peak") if kept else ends_at_zero or None
+    return config.model_copy(update={"decay_starts_at_peak": is_late})
 
 
 def _resolve_optimizer(

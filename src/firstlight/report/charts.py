@@ -20,8 +20,8 @@ from firstlight.console import compact, visible
 from firstlight.evaluation.perplexity import ByPosition
 from firstlight.run_log.reader import Floats, Series, thin
 
-#: Colours of pages and charts for (light mode, dark mode), keyed by their names in the pages'
-#: style. Charts are drawn in the light colours, which `svg` replaces with variables of the style.
+#: Colours of pages and charts as (light mode, dark mode), keyed by their names in the pages' style
+#: sheet. Charts are drawn in the light colours, which `svg` replaces with CSS variables.
 COLOURS = {
     "ink": ("#1d2126", "#e6e8ea"),
     "soft": ("#6a727c", "#98a1ab"),
@@ -41,7 +41,7 @@ COLOURS = {
 _NAMES = {light: name for name, (light, _) in COLOURS.items()}
 #: Number of line colours (c0, c1, ...). Additional lines are dashed and reuse the colours.
 LINE_COLOURS = 8
-#: Name of the colour for each kind of event. Other kinds have the colour c3.
+#: Name of the colour for each kind of event. All other kinds use the colour c3.
 _MARKS = {
     "rollback": "rollback",
     "diverged": "rollback",
@@ -52,14 +52,14 @@ _MARKS = {
 }
 #: `Software` entry in the PNG metadata that identifies the picture of a report.
 PICTURE_ORIGIN = "firstlight report"
-#: Maximum number of points in a line for which each point is marked with a dot.
+#: If a line has at most this many points, each point is marked with a dot.
 _FEW = 60
-#: Ratio of the largest to the smallest value above which small values are not visible on a linear
-#: axis.
+#: If the ratio of the largest to the smallest value exceeds this number, small values are not
+#: visible on a linear axis.
 _HIDING = 1000
-#: Largest value that can't be shown on a logarithmic axis.
+#: Values up to this limit can't be shown on a logarithmic axis.
 _TINY = 1e-300
-#: Maximum number of events in a chart. If there are more, the last ones are drawn.
+#: Maximum number of events in a chart. If there are more, only the last ones are drawn.
 _MAX_MARKS = 120
 
 
@@ -71,7 +71,7 @@ class Line:
         name: name of the curve in the legend and the read-out.
         series: points of the curve.
         colour: zero-based number of the colour; see `LINE_COLOURS`.
-        faint: True to draw the curve in the background, without a legend entry.
+        faint: True to draw the curve in the background and omit it from the legend.
         errors: half of the length of each point's error bar, [N]; None for no error bars.
     """
 
@@ -111,8 +111,9 @@ class Chart:
         x_name: name of the x axis.
         zero: True to begin a linear y axis at 0.
         marks: events.
-        below, above: (name, series) of further quantities as functions of x, shown as additional x
-            axes below the first one and above the plot; None for no such axis.
+        below, above: (name, series) of an additional quantity as a function of x. The quantity is
+            shown as a second x axis below the first one (`below`) or above the plot (`above`). None
+            for no second axis.
     """
 
     title: str
@@ -126,7 +127,7 @@ class Chart:
 
     @property
     def has_log(self) -> bool:
-        """True if a logarithmic axis would show any values, because they are positive."""
+        """True if any values are positive and can therefore be shown on a logarithmic axis."""
         return any(bool((line.series.y > _TINY).any()) for line in self.lines)
 
     @property
@@ -266,13 +267,13 @@ _SECOND = 34
 
 
 def svg(chart: Chart, width: int, height: int, *, log: bool = False) -> Markup:
-    """Return a chart as SVG markup. Its colours are variables of the page's style.
+    """Return a chart as SVG markup. Its colours are CSS variables of the page.
 
     Args:
         chart: the chart.
         width, height: size in pixels before the page scales the chart. Each additional axis
             increases the height.
-        log: see `draw`.
+        log: True to draw a logarithmic y axis; see `draw`.
     """
     import matplotlib
     from matplotlib.backends.backend_svg import FigureCanvasSVG
@@ -319,8 +320,8 @@ def svg(chart: Chart, width: int, height: int, *, log: bool = False) -> Markup:
 
 
 def data_of(chart: Chart) -> str:
-    """Return the data of a chart's read-out as JSON, with the name, style, x and y of each
-    curve.
+    """Return the data for a chart's read-out as JSON: the name, style, x values and y values of
+    each curve.
     """
     curves = [
         {
@@ -337,17 +338,17 @@ def data_of(chart: Chart) -> str:
 
 # Pictures
 
-#: Number of buckets of a thinned curve (see `thin`) in a picture. It exceeds the width of the chart
-#: in pixels.
+#: Number of buckets of a thinned curve (see `thin`) in a picture, which exceeds the width of the
+#: chart in pixels.
 _BUCKETS = 1000
 #: Colour of warnings, and height of a line of warnings in inches.
 _WARNING, NOTE_INCHES = "#b3261e", 0.19
 
 
 def plain_text(text: str) -> str:
-    """Prepare a text for matplotlib. Control characters are replaced. Dollar signs are escaped,
-    because they would start a formula. If the text begins with an underscore, a space is inserted
-    before it, because matplotlib would omit the curve from the legend.
+    """Prepare a string for matplotlib. Control characters are replaced. Dollar signs are escaped,
+    because they would start a formula. If the string begins with an underscore, a space is
+    prepended, because matplotlib would omit the curve from the legend.
     """
     printable = "".join(c if c.isprintable() or c == "\n" else "\ufffd" for c in text)
     return (" " if text.startswith("_") else "") + printable.replace("$", r"\$")
@@ -386,15 +387,15 @@ def png(figure: Any) -> bytes:
 
     picture = io.BytesIO()
     with warnings.catch_warnings():
-        # The font may lack the characters of a sample. The picture then contains boxes in their
-        # place, so no warning is needed.
+        # The font may lack some characters of a sample. These characters then appear as boxes in
+        # the picture, so no warning is needed.
         warnings.filterwarnings("ignore", message="Glyph .* missing from")
         FigureCanvasAgg(figure).print_png(picture, metadata={"Software": PICTURE_ORIGIN})
     return picture.getvalue()
 
 
 def position_picture(curves: Mapping[str, ByPosition], contexts: Mapping[str, int]) -> bytes:
-    """Draw perplexity by position, and return the chart as PNG bytes.
+    """Draw the perplexity at each position and return the chart as PNG bytes.
 
     Args:
         curves: results of the models, keyed by model name.

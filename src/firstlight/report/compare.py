@@ -24,7 +24,7 @@ from firstlight.run_log.reader import Axis, RunRecord, smoothed
 
 #: X axes of a comparison, with their names.
 AXES: Mapping[Axis, str] = {"step": "step", "tokens": "tokens seen", "hours": "hours"}
-#: Recipe keys that are not compared, because they only determine where a run's files are stored.
+#: Recipe keys that are not compared, because they determine only where a run's files are stored.
 _NOT_COMPARED = {"run.dir"}
 
 
@@ -49,7 +49,7 @@ class RunComparison:
 
 
 class _Absent:
-    """Placeholder for the value of a key that a recipe lacks. It is shown as a dash."""
+    """Placeholder for the value of a key that a recipe does not contain, shown as a dash."""
 
     def __repr__(self) -> str:
         return "—"
@@ -76,8 +76,8 @@ def compare(runs: Sequence[RunRecord]) -> RunComparison:
 
 
 def distinct_labels(folders: Sequence[Path]) -> list[str]:
-    """Return the names of folders as labels. Equal names are prefixed with as many parent folders
-    as needed to make them unique.
+    """Return the names of the folders as labels. If several folders have the same name, the labels
+    include as many parent folders as needed to make them unique.
 
     Raises:
         ConfigError: two of the folders are the same.
@@ -92,7 +92,7 @@ def distinct_labels(folders: Sequence[Path]) -> list[str]:
         alike = [labels.count(label) > 1 for label in labels]
         if not any(alike):
             return labels
-        # If one path is a suffix of another, only the longer label can grow.
+        # If one path is a suffix of another, only the label of the longer path can be extended.
         lengths = [n + is_alike for n, is_alike in zip(lengths, alike, strict=True)]
 
 
@@ -122,7 +122,7 @@ def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def warnings_of(found: RunComparison) -> list[str]:
-    """Return warnings for the page and the picture, about numbers that can't be compared and about
+    """Return the warnings shown on the page and in the picture: numbers that can't be compared, and
     the findings of each run.
     """
     tokenizers = (
@@ -165,8 +165,9 @@ _CHARTS = (
 
 
 def compared_charts(found: RunComparison) -> list[Mapping[Axis, Chart]]:
-    """Return the charts of a comparison for which at least one run has numbers, each keyed by the
-    axes in `AXES`. If there are none, return only the chart of the training loss.
+    """Return the charts of a comparison for which at least one run has values. Each chart is a
+    mapping from each axis in `AXES` to the chart with that axis. If no run has any values, return
+    only the chart of the training loss.
     """
     has = [row for row in _CHARTS if any(row[0] in run.metrics.columns for run in found.runs)]
     return [
@@ -182,7 +183,8 @@ Form = Callable[[Any], str]
 
 
 #: Rows of the table of numbers, as (key in `final_numbers`, name, format, preference). The
-#: preference is True if a higher value is better, False if a lower value is better, or None.
+#: preference is True if a higher value is better, False if a lower value is better, and None if
+#: neither is.
 _ROWS: Sequence[tuple[str, str, Form, bool | None]] = (
     ("val/loss", "validation loss", loss_text, False),
     ("best_val/loss", "best validation loss", loss_text, False),
@@ -220,8 +222,8 @@ _BY_TOKEN = {"val/loss", "best_val/loss", "perplexity", "train/loss", "train_eva
 
 
 def number_table(found: RunComparison) -> list[tuple[str, list[str], set[int]]]:
-    """Return the rows of the table of numbers, as (name, each run's number as text, indices of the
-    best runs). Rows without any numbers are omitted.
+    """Return the rows of the table of numbers, as (name, formatted number of each run, indices of
+    the best runs). Rows without any numbers are omitted.
     """
     own = [k for k in dict.fromkeys(key for n in found.numbers for key in n) if is_accuracy(k)]
     table = []
@@ -236,7 +238,7 @@ def number_table(found: RunComparison) -> list[tuple[str, list[str], set[int]]]:
             target = max(known) if more else min(known)
             best = {number for number, value in enumerate(values) if value == target}
         if form is gib:
-            form = functools.partial(gib, beside=max(known))  # use the same unit for all runs
+            form = functools.partial(gib, beside=max(known))  # Use the same unit for all runs.
         texts = ["—" if value is None else form(value) for value in values]
         errors = [numbers.get(f"{key}_stderr") for numbers in found.numbers]
         for number, error in enumerate(errors):

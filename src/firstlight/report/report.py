@@ -65,7 +65,7 @@ from firstlight.report.summary import (
 from firstlight.run_log.names import HTML_NAME, REPORT_NAME
 from firstlight.run_log.reader import Metrics, RunRecord, Series, read_run, require_run, smoothed
 
-#: Element that identifies an HTML report.
+#: HTML element that identifies a page as a report.
 GENERATOR = b'<meta name="generator" content="firstlight report">'
 #: Number of bytes at the beginning of a file in which to search for `GENERATOR`.
 _HEAD_BYTES = 2000
@@ -151,8 +151,8 @@ def write_report(folders: Sequence[Path], out: Path | None = None) -> WrittenRep
 
 
 def _require_replaceable(page: Path, picture: Path) -> None:
-    """Raise an error if the name of a page does not end in .html, or if the page or picture would
-    replace a file that is not a report.
+    """Raise an error if the name of a page does not end in .html or .htm, or if the page or picture
+    would replace a file that is not a report.
     """
     if page.suffix.lower() not in (".html", ".htm"):
         raise ConfigError(
@@ -174,8 +174,8 @@ _JSON = (str, int, float, bool, list, dict)
 
 def as_json(report: WrittenReport) -> dict[str, Any]:
     """Return a report as a JSON object. It contains the paths of the report's files, the label,
-    `final_numbers` and findings of each run, and the recipe keys that differ between runs. Each of
-    these keys is mapped to its value in each run, or null if the recipe lacks the key.
+    `final_numbers` and findings of each run, and the recipe keys whose values differ between runs.
+    Each of these keys is mapped to its value in each run, or null if the recipe lacks the key.
     """
     found = report.comparison
     named = zip(found.labels, found.numbers, found.findings, strict=True)
@@ -261,8 +261,8 @@ def _hash(text: str) -> str:
 
 #: Explanations of technical terms. An explanation is shown when the reader points at the term.
 _TERMS = {
-    "nats": "Unit of the loss, the average of -ln of the probability that the model gave the "
-    "correct token. One bit is 0.693 nats. Lower is better.",
+    "nats": "Unit of the loss, which is the mean of -ln(p), where p is the probability that the "
+    "model assigned to the correct token. One bit is 0.693 nats. Lower is better.",
     "bits per byte": "Bits that the model needs per byte of text: the loss in bits, per byte "
     "instead of per token. It makes models with different tokenizers comparable. Lower is better.",
     "MFU": "Model FLOPs utilization: the FLOPs that the model needs, as a share of the hardware's "
@@ -288,8 +288,8 @@ def explained(text: object) -> Markup:
 
 # Charts
 
-#: Width and height in pixels of the drawing of each chart, and of the additional drawing of charts
-#: that span a wide page, before the page scales them.
+#: Width and height in pixels of each chart's drawing before the page scales it, and of the
+#: additional drawing of charts that span a wide page.
 _SIZE, _WIDE_SIZE = (420, 225), (1060, 330)
 #: Number of buckets of thinned curves (see `thin`) per pixel of a drawing.
 _BUCKETS_PER_PIXEL = 0.7
@@ -303,7 +303,7 @@ def _figure(
     Args:
         identity: id of the element, unique within the page.
         chart: the chart.
-        switch: True to allow the reader to switch between a linear and a logarithmic axis.
+        switch: True to let the reader switch between a linear and a logarithmic axis.
         log: True to show the logarithmic axis initially if there is a switch.
         wide: True for a chart that spans the page.
     """
@@ -327,14 +327,14 @@ def _figure(
 
 
 def _drawings(chart: Chart, *, both: bool, wide: bool) -> Markup:
-    """Return the drawings of a chart, with the data for its read-out.
+    """Return the drawings of a chart and the data for its read-out.
 
     Args:
         chart: the chart.
         both: True to draw both a linear and a logarithmic version, so that the page can switch
             between them.
-        wide: True to also draw a wide version. The page's style selects the version based on the
-            width of the page, so that text is shown approximately at its nominal size.
+        wide: True to also draw a wide version. The style sheet selects the version based on the
+            width of the page, so that text is shown at approximately its nominal size.
     """
     sizes = (_WIDE_SIZE, _SIZE) if wide else (_SIZE,)
     thinned = [chart.thinned(round(width * _BUCKETS_PER_PIXEL)) for width, _ in sizes]
@@ -350,10 +350,10 @@ def _drawings(chart: Chart, *, both: bool, wide: bool) -> Markup:
 
 # The page of a run
 
-#: Maximum number of events in the list. If there are more, the last ones are shown.
+#: Maximum number of events in the list. If there are more, only the last ones are shown.
 _MAX_EVENTS = 500
 
-#: Keys of metrics that are omitted from the section of further metrics, because they are shown
+#: Keys of metrics that are omitted from the section with additional metrics, because they are shown
 #: elsewhere on the page or derived from another key.
 _SHOWN = {
     "train/loss",
@@ -376,7 +376,7 @@ _SHOWN = {
     "skipped",
     "skipped_steps",
 }
-#: Maximum number of charts of further metrics.
+#: Maximum number of charts in the section with additional metrics.
 _MAX_FURTHER = 40
 
 
@@ -423,7 +423,7 @@ def _progress(run: RunRecord, findings: Sequence[Finding]) -> dict[str, str]:
     if most is None:
         return {"state": "", "progress": counted(step, "step")}
     if step >= most:
-        # The class "complete" is shown in green and used only for runs without findings.
+        # The class "complete" is shown in green, and is used only for runs without findings.
         state = "" if findings else "complete"
         complete = f"complete: {counted(step, 'step')}"
         return {"state": state, "progress": ", ".join([complete, *kinds])}
@@ -461,7 +461,7 @@ def _when(text: str) -> str:
 
 @dataclass(frozen=True)
 class KeyFigure:
-    """A number shown in large type, with a name, a unit and an additional note."""
+    """A number shown in large type, with its name, its unit and a note."""
 
     name: str
     value: str
@@ -540,8 +540,8 @@ def loss_chart(run: RunRecord, findings: Sequence[Finding]) -> Chart:
 
 
 def further_charts(metrics: Metrics) -> dict[str, Chart]:
-    """Return the charts of learning rate, batch, gradient norm, throughput, GPU utilization and
-    memory, keyed by id. Charts without numbers are omitted.
+    """Return the charts of the learning rate, batch size, gradient norm, throughput, GPU
+    utilization and memory, keyed by id. Charts without any values are omitted.
     """
     memory = [(metrics.series(key), name, colour) for key, name, colour in _MEMORY]
     used = [Line(n, Series(s.x, s.y / 2**30), colour) for s, n, colour in memory if len(s)]
@@ -580,7 +580,8 @@ def _figures(run: RunRecord, findings: Sequence[Finding]) -> list[dict[str, Any]
 
 
 def _evaluation_figure(metrics: Metrics) -> dict[str, Any] | None:
-    """Return the chart of accuracies by step, or None if there was at most one evaluation."""
+    """Return the chart of the accuracies at each step, or None if there were fewer than two
+    evaluations."""
     lines = []
     for number, key in enumerate(accuracies(metrics)):
         series = metrics.series(key)
@@ -597,12 +598,12 @@ def _evaluation_figure(metrics: Metrics) -> dict[str, Any] | None:
     return _figure("accuracy", Chart("Accuracy", note, shown), wide=True)
 
 
-#: (CSS class, description in the list of events), keyed by the name of the event.
+#: CSS class and description of each kind of event in the list of events, keyed by the event's name.
 _EVENTS = {
     "rollback": ("rollback", "back to step {to_step}: {reason}"),
     "out of memory": (
         "out-of-memory",
-        "micro-batch size {micro_batch_rows} from now on (before: {before})",
+        "micro-batch size {micro_batch_rows} instead of {before}",
     ),
     "resumed": ("resumed", "from the checkpoint of step {step}, {time}"),
     "branched": ("resumed", "from {branched_from}, {time}"),
@@ -665,7 +666,7 @@ def comparison_page(found: RunComparison) -> str:
 # Samples
 
 #: Maximum total size in bytes of all samples on a page after escaping, and maximum number of
-#: characters in a text.
+#: characters of a single sample.
 _MAX_SAMPLES, _MAX_TEXT = 1_500_000, 100_000
 
 
@@ -675,7 +676,7 @@ def chosen_samples(
     """Return the samples to show, with the newest first.
 
     If the samples exceed `_MAX_SAMPLES` bytes in total, only every second (or fourth, eighth, ...)
-    step is used, counted back from the last one.
+    step is used, counting back from the last step.
 
     Args:
         samples: lines of samples.jsonl.
@@ -701,13 +702,13 @@ def chosen_samples(
 
 
 def shortened(text: str) -> str:
-    """Truncate a text to `_MAX_TEXT` characters."""
+    """Truncate a string to `_MAX_TEXT` characters."""
     return text if len(text) <= _MAX_TEXT else f"{text[:_MAX_TEXT]} […]"
 
 
 # Pictures
 
-#: Heights in inches of a chart next to the loss chart, of a title, and of a line in a sample.
+#: Heights in inches of a chart beside the loss chart, of a title, and of a line in a sample.
 _CHART_INCHES = 2.6
 _TITLE_INCHES = 0.4
 _LINE_INCHES = 0.14
@@ -793,7 +794,7 @@ def _sample_columns(samples: Sequence[Mapping[str, Any]]) -> list[list[str]]:
     for sample in samples:
         if sample["step"] != samples[-1]["step"]:
             continue
-        # Truncate the text to an amount that the picture could show.
+        # Discard text that certainly does not fit in the picture.
         text = (sample["prompt"] + sample["text"])[:_MAX_PICTURE_TEXT].expandtabs(4)
         for line in text.splitlines():
             lines += textwrap.wrap(line, _CHARACTERS, drop_whitespace=False) or [""]

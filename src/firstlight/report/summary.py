@@ -20,24 +20,26 @@ from firstlight.console import counted, loss_text
 from firstlight.errors import DIVERGED_REMEDY, CheckpointError
 from firstlight.run_log.reader import Floats, Metrics, RunRecord, Series
 
-#: Fraction of the rate of all tokens below which the rate of learned tokens (tokens with a loss) is
-#: also shown. In plain text, all tokens are learned, except for padding in the last row of an
-#: epoch.
+#: The rate of learned tokens (tokens that contribute to the loss) is also shown if it is below this
+#: fraction of the overall token rate. In plain text, all tokens are learned, except for padding in
+#: the last row of an epoch.
 MOSTLY_LEARNED = 0.9
-#: Minimum increase of the validation loss above its lowest value for reporting overfitting, as a
-#: fraction and in nats. Both must be exceeded. Every evaluation uses the same rows, so the
-#: validation loss is less noisy than the training loss.
+#: Overfitting is reported if the validation loss has risen above its lowest value by more than both
+#: of these thresholds. The first is a fraction of the lowest value, and the second is a difference
+#: in nats. Every evaluation uses the same rows, so the validation loss is less noisy than the
+#: training loss.
 _RISE, _LEAST_RISE = 0.01, 0.01
-#: Minimum decrease of a median (see `_medians`) below the first loss, as a fraction of it. If no
-#: median is that low, the training loss is considered never to have fallen.
+#: The training loss is considered to have fallen if a median (see `_medians`) is below the first
+#: loss by at least this fraction of the first loss.
 _FALL = 0.003
-#: Number of losses per median. Medians are used because the loss of a single batch is noisy.
+#: Number of losses from which each median is computed. Medians are used because the loss of a
+#: single batch is noisy.
 _WINDOW = 10
-#: Minimum number of steps after the warm-up for reporting that the loss is above the loss of
-#: guessing, and for reporting that it never fell.
+#: Minimum number of steps after the warm-up before a loss above the loss of guessing is reported,
+#: and before a loss that never fell is reported.
 _FEWEST, _FEWEST_TO_FALL = 10, 15
-#: Multiple of the bound above which a loss is reported early, and minimum number of logged losses
-#: for such a report.
+#: A loss above this multiple of the bound is reported early, if at least this number of losses has
+#: been logged.
 _FAR_ABOVE, _FEWEST_FAR_ABOVE = 2.0, 5
 
 
@@ -66,8 +68,8 @@ class Finding:
 
 
 def findings_of(run: RunRecord) -> list[Finding]:
-    """Return a list of at most one finding about a run, which may still be active. A run that has
-    diverged is not checked for overfitting.
+    """Return the findings about a run, which may still be active. The list contains at most one
+    finding, because a run that has diverged is not checked for overfitting.
     """
     diverged = _ended_by_guard(run) or _divergence(run)
     found = diverged or _overfitting(run)
@@ -106,8 +108,8 @@ def _overfitting(run: RunRecord) -> Finding | None:
 
 
 def _training_rose(run: RunRecord, step: int) -> bool:
-    """Return True if the training loss, as a median over 10 steps, is higher at the end of the run
-    than at a step.
+    """Return True if the training loss is higher at the end of the run than at a given step.
+    Medians over 10 steps are compared.
     """
     losses = run.metrics.series("train/loss")
     before = losses.y[losses.x <= step][-_WINDOW:]
@@ -128,9 +130,7 @@ def _advice_on_overfitting(run: RunRecord, step: int) -> str:
 
 
 def _kept(run: RunRecord, step: int) -> str:
-    """Return text that names the kept checkpoint with the lowest validation loss and explains how
-    to use it.
-    """
+    """Describe the kept checkpoint with the lowest validation loss and how to use it."""
     best = best_checkpoint(run.folder)
     if best is None or best.val_loss is None:
         return (
@@ -143,8 +143,8 @@ def _kept(run: RunRecord, step: int) -> str:
 
 
 def best_checkpoint(run_folder: Path) -> Saved | None:
-    """Return a run's kept checkpoint with the lowest validation loss according to the manifests, or
-    None if there is none. The checkpoint is not verified.
+    """Return the kept checkpoint of a run that has the lowest validation loss according to the
+    manifests, or None if there is no such checkpoint. The checkpoint's files are not verified.
     """
     try:
         found = best_saved(run_folder)
@@ -195,7 +195,7 @@ def _divergence(run: RunRecord) -> Finding | None:
         return _above(losses, last, bound, is_preference)
     never_fell = lowest > (1 - _FALL) * first
     is_long = trained >= _FEWEST_TO_FALL and len(losses) >= 2 * _FEWEST_TO_FALL
-    # The loss of a good model hardly changes if the model is trained further on similar text.
+    # When a good model is trained further on similar text, its loss hardly changes.
     if not never_fell or not is_long or is_preference or starts_from_model(run):
         return None
     text = (
@@ -204,7 +204,7 @@ def _divergence(run: RunRecord) -> Finding | None:
     )
     advice = (
         "the learning rate is far too high or too low for this model (optimizer.learning_rate), "
-        "or the text has nothing to learn"
+        "or the text contains nothing to learn"
     )
     return Finding(
         "diverged", 1, text, advice, figures={"train/loss": last, "first_train/loss": first}
@@ -256,7 +256,7 @@ def starts_from_model(run: RunRecord) -> bool:
 
 def _warmup_steps(run: RunRecord) -> int:
     """Return the number of warm-up steps, read from the record of the run's start or from the
-    recipe. If neither contains the number, estimate it as a twentieth of the run.
+    recipe. If neither contains this number, use a twentieth of the run's steps.
     """
     schedule = run.recipe.get("schedule")
     in_recipe = schedule.get("warmup_steps") if isinstance(schedule, Mapping) else None
@@ -275,8 +275,8 @@ def is_accuracy(key: str) -> bool:
 
 
 def accuracies(metrics: Metrics) -> list[str]:
-    """Return the keys of the form NAME/acc and NAME/acc_norm for which there are numbers, in
-    alphabetical order.
+    """Return the keys of the form NAME/acc and NAME/acc_norm that have values, in alphabetical
+    order.
     """
     return sorted(key for key in metrics.columns if is_accuracy(key))
 
@@ -295,7 +295,7 @@ def final_numbers(run: RunRecord) -> dict[str, Any]:
         - medians: `tokens_per_second`, `learned_tokens_per_second`, `samples_per_second`,
           `step_seconds`, `mfu`, `gpu_utilization`
         - peaks: `memory_bytes` and, on a GPU, `reserved_bytes` and `device_used_bytes`
-        - time: `hours`, including steps and the saves for which they waited
+        - time: `hours`, the total duration of the steps, including the time spent waiting for saves
         - counts: `skipped_steps`, `rollbacks`, `resumed`
     """
     metrics = run.metrics
@@ -373,7 +373,7 @@ def _positive(value: object) -> Any:
 
 
 def duration(hours: float) -> tuple[str, str]:
-    """Return the number and the unit of a duration as text, such as ("12.3", "min")."""
+    """Format a duration as a number and a unit, such as ("12.3", "min")."""
     unit, value = "h", hours
     if value < 1:
         unit, value = "min", 60 * hours

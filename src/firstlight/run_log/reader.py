@@ -447,7 +447,7 @@ def require_run(folder: Path) -> None:
         siblings = [p.name for p in folder.parent.iterdir()] if folder.parent.is_dir() else []
         raise InputError(f"run folder {folder} does not exist{nearest(folder.name, siblings)}")
     if not folder.is_dir():
-        raise InputError(f"{folder} is a file: give the run folder that contains it")
+        raise InputError(f"{folder} is a file: specify the run folder that contains it")
     if any((folder / name).exists() for name in (METRICS_NAME, RECIPE_NAME)):
         return
     run = folder.resolve().parent.parent

@@ -139,7 +139,7 @@ def keep_until(path: Path, step: int, *, samples: bool = False) -> tuple[list[in
         sound = [one for one in sound if all(isinstance(one.get(key), str) for key in texts)]
     kept = [sound[place] for place in _rising([one["step"] for one in sound], several=samples)]
     if len(kept) < len(there):
-        problem = problem or f"{path} is damaged: a line has no texts, or a step out of order"
+        problem = problem or f"{path} is damaged: a line has no texts, or its step is out of order"
     if problem is not None:
         problem += f"; the old file is now {set_aside(path)}"
     write_file(path, "".join(map(json_line, kept)))
@@ -287,8 +287,8 @@ class RunLogs:
         first = begins + 1 if starts or not steps else min(steps)
         if gaps := missing_steps(steps, first, last_step):
             self._tell(
-                f"warning: {self._folder / name} has no lines of steps {gaps}: weights and later "
-                "steps are not affected, but reports lack them"
+                f"warning: {self._folder / name} has no lines for steps {gaps}: weights and "
+                "later steps are not affected, but reports do not show these steps"
             )
 
     def _close(self) -> None:

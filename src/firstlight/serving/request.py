@@ -457,12 +457,12 @@ _LIKENESS = 0.9
 _MAX_IGNORED = 100
 #: Error message for each field whose pydantic message is unclear.
 _MESSAGES = {
-    "prompt": "must be a text, a list of texts, a list of token ids or a list of such lists; "
-    f"none may be empty, and at most {MAX_PROMPTS} texts or lists of {MAX_PROMPT_IDS:,} ids are "
+    "prompt": "must be a string, a list of strings, a list of token ids or a list of such lists; "
+    f"none may be empty, and at most {MAX_PROMPTS} strings or lists of {MAX_PROMPT_IDS:,} ids are "
     "allowed",
-    "stop": f"must be a text or a list of up to {MAX_STOPS} texts of 1 to {MAX_STOP_CHARS} "
+    "stop": f"must be a string or a list of up to {MAX_STOPS} strings of 1 to {MAX_STOP_CHARS} "
     "characters each",
-    "content": "must be a text, or a list of parts such as {'type': 'text', 'text': ...}",
+    "content": "must be a string, or a list of parts such as {'type': 'text', 'text': ...}",
     "logit_bias": f"must be an object that maps up to {MAX_BIASES:,} token ids to numbers from "
     "-100 to 100, such as {'50256': -100}",
     "tool_choice": "must be 'none', 'auto', 'required' or a tool, such as "
@@ -729,7 +729,7 @@ class RequestEncoder:
             if not isinstance(prompt, str) and max(prompt) >= self.vocab_size:
                 raise _invalid(
                     "prompt",
-                    f"prompt has token id {max(prompt)}, but the model has {self.vocab_size} "
+                    f"prompt contains token id {max(prompt)}, but the model has {self.vocab_size} "
                     f"tokens: send ids from 0 to {self.vocab_size - 1}",
                 )
         encode = self._tokenizer.encode_prompt

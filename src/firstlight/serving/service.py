@@ -66,10 +66,10 @@ class ServerMetrics:
         self.refusals = count("firstlight_queue_refusals", about)
         about = "Requests whose client disconnected before the response was complete."
         self.disconnects = count("firstlight_client_disconnects", about)
-        about = "Time from a text's submission to its first token, including the queue."
+        about = "Time from a text's submission to its first token, including time in the queue."
         self.first_token = measure("firstlight_time_to_first_token_seconds", about)
         self.inter_token = measure(
-            "firstlight_inter_token_seconds", "Time between two tokens of a text."
+            "firstlight_inter_token_seconds", "Time between two consecutive tokens."
         )
         gauge = Gauge("firstlight_running_sequences", "Texts in the batch.", registry=registry)
         gauge.set_function(lambda: scheduler.running)

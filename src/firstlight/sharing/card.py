@@ -713,7 +713,7 @@ def _run_evaluation(facts: ModelFacts) -> str | None:
     metrics = facts.run.metrics.series("val/loss")
     value, step = loss_text(float(metrics.y[-1])), int(metrics.x[-1])
     rows_used = (facts.run.recipe.get("evaluation") or {}).get("max_rows")
-    limit = f" on at most {rows_used:,} rows of it" if rows_used else ""
+    limit = f" on at most {rows_used:,} rows of the validation split" if rows_used else ""
     return f"The run's own evaluation at step {step:,}{limit}: {value} nats per token."
 
 

@@ -349,7 +349,8 @@ class ChatEncoder:
                 return None
         return (
             "the chat template's generation prompt opens the reasoning, but its "
-            "{% generation %} blocks do not start after it: remove the blocks from the template"
+            "{% generation %} blocks do not start where the prompt ends: remove the blocks from "
+            "the template"
         )
 
     def _labelled(

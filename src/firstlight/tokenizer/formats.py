@@ -379,7 +379,7 @@ def _unsupported_features(content: bytes) -> list[str]:
         "white space at the end of words": trainer.get(24, 0) != 0,
         "a character map": normalizer.get(2, b"") != b"",
         "no space before the text": normalizer.get(3, 1) != 1,
-        "repeated spaces joined": normalizer.get(4, 1) != 0,
+        "merging of repeated spaces": normalizer.get(4, 1) != 0,
     }
     return [feature for feature, asked in checks.items() if asked]
 

@@ -23,7 +23,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 #: Keys for the tools in a record, and for the tool calls in a message.
-_TOOLS = ("tools", "functions")
+TOOLS = ("tools", "functions")
 CALLS = ("tool_calls", "function_calls", "function_call")
 #: Names of the keys of a tool and of a call in other datasets.
 _TOOL_KEYS = {"input_schema": "parameters", "schema": "parameters"}
@@ -66,11 +66,11 @@ def template_options(
     """
     further = parsed_json(fields.get("chat_template_kwargs"))
     given = further if isinstance(further, Mapping) else {}
-    left_out = (*_TOOLS, "add_generation_prompt")
+    left_out = (*TOOLS, "add_generation_prompt")
     options = {str(k): v for k, v in given.items() if v is not None and k not in left_out}
     systems = [one for one in messages if one["role"] == "system"]
     system = "\n".join(one["content"] for one in systems)
-    for key in _TOOLS:
+    for key in TOOLS:
         value: Any = next((one[key] for one in (fields, given, *systems) if one.get(key)), [])
         tools = normalize_tools(value, key)
         if tools and not (

@@ -186,8 +186,8 @@ class RunCheckpoints:
         run.require_folder()
         run.take_up(load_checkpoint(folder, verify=False))
         self.saver.saved_step = run.saved_step
-        # Reset the count. With the checkpoint's count, the next attempt could fail at its first bad
-        # step.
+        # Reset the guard's count of skipped steps. With the count from the checkpoint, the next
+        # attempt could fail at its first bad step.
         run.guard.skipped_in_a_row = 0
         # Keep the data position, the micro-batch size that fits, and the events.
         run.state.rows_seen = run.rows_read
@@ -209,7 +209,7 @@ class RunCheckpoints:
         targets = [e["to_step"] for e in run.state.events if e["event"] == "rollback"]
         before, every = run.state.step, run.recipe.checkpoint.every_steps
         if targets and before - targets[-1] == run.guard.skipped_in_a_row:
-            before = targets[-1]  # no step succeeded after that rollback
+            before = targets[-1]  # No step succeeded after that rollback.
         if run.recipe.guard.on_divergence == "stop":
             raise DivergedError(problem)
         if len(targets) >= run.recipe.guard.max_rollbacks:
@@ -277,7 +277,8 @@ def captured(run: Run) -> Checkpoint:
     )
 
 
-#: Folder inside a run folder that contains the averaged weights, a Hugging Face model folder.
+#: Name of the folder inside a run folder that contains the averaged weights as a Hugging Face
+#: model.
 AVERAGED_NAME = "averaged"
 _EVALUATION_NAME = "averaged.json"
 
@@ -298,8 +299,8 @@ def write_average(run: Run) -> None:
     config = run.recipe.checkpoint
     if not config.average_last or run.goes_on:
         return
-    # All processes can read the checkpoints: a run with several processes requires a run.dir that
-    # all of them can access.
+    # All processes can read the checkpoints, because a run with several processes requires a
+    # run.dir that all of them can access.
     past = own_past(saved_checkpoints(run.folder))
     found = averaged_checkpoints(past, config)
     average = mean_weights(found)
@@ -307,7 +308,7 @@ def write_average(run: Run) -> None:
     steps = [saved.step for saved in found]
     text = f"averaged weights of steps {', '.join(map(str, steps))}"
     if len(steps) < config.average_last:
-        text += f" (average_last is {config.average_last}, and there are no more)"
+        text += f" (average_last is {config.average_last}, but there are no more checkpoints)"
     losses: dict[str, float] = {}
     if run.validation is not None:
         run.program.model.eval()
@@ -320,7 +321,7 @@ def write_average(run: Run) -> None:
             max_rows=run.recipe.evaluation.max_rows,
         )
         losses["val/loss"] = evaluation.loss
-        last = "" if run.evaluation is None else f" (the last weights: {run.evaluation.loss:.4f})"
+        last = "" if run.evaluation is None else f" (last weights: {run.evaluation.loss:.4f})"
         text += f": val/loss {evaluation.loss:.4f}{last}"
     run.tell(text)
     wait_for_main(run.engine, lambda: _write(run, average, {"steps": steps, **losses}))
@@ -328,7 +329,7 @@ def write_average(run: Run) -> None:
 
 def mean_weights(checkpoints: Sequence[Saved]) -> dict[str, Tensor]:
     """Return the mean of each tensor over several checkpoints, in the tensor's shape and in fp32,
-    summed in fp64. Tensors are read in parts, so only the means need memory.
+    summed in fp64. Tensors are read in parts, so only the means are held in memory.
 
     Raises:
         CheckpointError: a checkpoint is damaged.

@@ -97,7 +97,8 @@ def _stable_schedule(folder: Path, state: Mapping[str, Any]) -> Schedule:
         ConfigError: the checkpoint is not in the constant phase of the schedule.
         CheckpointError: the saved schedule is damaged.
     """
-    # Versions that supported only "cosine" did not write a schedule into the trainer state.
+    # Older versions, which supported only "cosine", did not write a schedule into the trainer
+    # state.
     saved = state.get("schedule") or {"kind": "cosine"}
     if saved.get("kind") not in ("wsd", "constant"):
         raise ConfigError(

@@ -39,7 +39,7 @@ def open_splits(
         reports_missing: True to report the corpora without a validation split.
 
     Raises:
-        DataError: a corpus is missing or damaged, or does not match the others.
+        DataError: a corpus is missing or damaged, or does not match the other corpora.
         ConfigError: `files` is set, but there is no tokenizer.
         InputError, TokenizerError: see `prepare_chat`.
         MissingDependencyError, StorageError: see `remote.local_folder`.
@@ -98,7 +98,7 @@ def _report_missing(
             f"{', '.join(without)} {have} no validation split, so the run does not report val/loss"
         )
     elif without:
-        tell(f"no validation split, therefore not part of val/loss: {', '.join(without)}")
+        tell(f"no validation split, so not part of val/loss: {', '.join(without)}")
 
 
 def _prepared(

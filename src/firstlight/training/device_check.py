@@ -55,7 +55,7 @@ class CheckedKeys(NamedTuple):
 
     Attributes:
         precision: "fp32", "bf16" or "fp16".
-        attention: see `EfficiencyConfig`.
+        attention: the attention backend; see `EfficiencyConfig`.
     """
 
     precision: str
@@ -75,7 +75,7 @@ def check_machine(tell: Callable[[str], None]) -> list[dict[str, Any]]:
     for name in names:
         try:
             hardware = find_hardware(name)
-        except ConfigError as error:  # a GPU that the installed torch does not support
+        except ConfigError as error:  # The installed torch does not support this GPU.
             unknown = {"device": name, "name": name, "precision": "", "attention": ""}
             results.append({**unknown, "problem": str(error)})
             continue
@@ -117,7 +117,7 @@ def check_device(hardware: Hardware, keys: CheckedKeys) -> dict[str, Any]:
     """
     problem, name = None, f"{hardware.device} ({hardware.name})"
     try:
-        if not _error(hardware, keys) <= 1:  # also true for NaN
+        if not _error(hardware, keys) <= 1:  # This is also true for NaN.
             wrong = _wrong_operation(hardware, keys)
             problem = f"{name} computes wrong values in {keys.precision}: {wrong}"
     except (RuntimeError, MemoryError, FirstlightError) as error:
@@ -160,8 +160,8 @@ def _has_passed(hardware: Hardware, keys: CheckedKeys) -> bool:
 def _passed_file(hardware: Hardware, keys: CheckedKeys) -> Path:
     """Return the path of the cache file that records that a device has passed."""
     nvidia = Path("/proc/driver/nvidia/version")
-    # For other GPUs, the driver is part of the operating system's kernel, so use the kernel's
-    # version. Under WSL2, the NVIDIA file does not exist either.
+    # If NVIDIA's file does not exist, use the version of the operating system's kernel, which
+    # contains the drivers of other GPUs. The file is also missing under WSL2.
     driver = nvidia.read_text() if nvidia.exists() else platform.release()
     name, device = hardware.name, hardware.device
     if device.type == "cuda":
@@ -214,7 +214,7 @@ def _error(hardware: Hardware, keys: CheckedKeys, watching: _Comparison | None =
         try:
             with watching or contextlib.nullcontext():
                 loss, moved = _train(program, batch)
-        except DivergedError:  # a loss that is not finite
+        except DivergedError:  # The loss is not finite.
             return float("inf")
         exact_loss, exact_moved = _train_exactly(number)
         losses = [abs(loss - exact_loss), *_generate(program, batch.input_ids.cpu(), watching)]
@@ -246,8 +246,8 @@ def _program(number: int, keys: CheckedKeys, hardware: Hardware) -> tuple[Traini
 
 
 def _train(program: TrainingProgram, batch: Batch) -> tuple[float, list[Tensor]]:
-    """Run a step. Return its loss and [norm of the gradient, change of each parameter], on the
-    CPU.
+    """Run a step. Return its loss and a list that contains the norm of the gradient and the change
+    of each parameter, all on the CPU.
     """
     before = [parameter.detach().cpu().clone() for parameter in program.model.parameters()]
     result = program.step([batch, batch], lr_scale=1.0)
@@ -272,15 +272,15 @@ def _generate(program: TrainingProgram, ids: Tensor, watching: _Comparison | Non
 
     Args:
         program: program of the model, which is modified.
-        ids: texts, int64 [2, tokens], on the CPU.
-        watching: see `_error`.
+        ids: token ids of two sequences, int64 of shape [2, tokens], on the CPU.
+        watching: comparison that is active during the generation, or None.
     """
     config, model = program.recipe.efficiency, program.model.eval().cpu()
     model.cast(torch.float64)
     choose_attention(model, "plain")
     exact_RTV = model(ids).log_softmax(-1)
     model.cast(program.dtype)
-    # Texts of different lengths need a mask, which some kernels do not support.
+    # Sequences of different lengths need a mask, which some kernels do not support.
     takes_masks = config.attention not in ("flash", "cudnn", "flex")
     choose_attention(model, config.attention if takes_masks else "sdpa")
     if watching is None:
@@ -289,10 +289,10 @@ def _generate(program: TrainingProgram, ids: Tensor, watching: _Comparison | Non
         use_few_rows(model)
     decoder = BatchDecoder(model.to(program.hardware.device), 2, ids.shape[1])
     with watching or contextlib.nullcontext(), matmul_precision(config):
-        # Process two texts of different lengths in one pass, then more tokens of both, and finally
-        # more tokens of one text.
+        # Process two sequences of different lengths in one pass, then more tokens of both
+        # sequences, and finally more tokens of only one of them.
         found = [decoder.add_many([ids[0, :20].tolist(), ids[1, :23].tolist()])]
-        places = [*enumerate(decoder.lengths)]  # row and number of tokens
+        places = [*enumerate(decoder.lengths)]  # pairs of (row, number of tokens)
         for count in (2, 2, 2, 1, 1, 1):
             if len(decoder) > count:
                 decoder.remove(1)
@@ -346,7 +346,7 @@ class _Comparison(TorchFunctionMode):
         own = tree_map_only(Tensor, lambda t: t.detach().requires_grad_(t.requires_grad), inputs)
         exact = tree_map_only(Tensor, _exact, inputs)
         result = func(*args, **inputs[1])
-        # Some operations can't be repeated on another device or in another dtype.
+        # Some operations can't be repeated on a different device or in a different dtype.
         with contextlib.suppress(Exception):
             expected = func(*exact[0], **exact[1])
             # Compare the inputs too, because the operation may have written to them.

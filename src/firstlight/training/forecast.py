@@ -31,11 +31,12 @@ from firstlight.run_log.names import FORECAST_NAME
 _RATES = ("tokens_per_second", "learned_tokens_per_second", "samples_per_second")
 
 #: Memory that a process on a CPU uses in addition to its resident memory before the first step and
-#: the tensors created later. The measurements are listed in docs/benchmarks/planner.md.
+#: the tensors created later. The measurements are listed in docs/benchmarks/planner.md. The
+#: constants are:
 #:
 #: - bytes of libraries that are loaded late, such as oneDNN's code and the buffers of threads
 #: - bytes used by torch's compiler
-#: - bytes of unused gaps kept by the C library's allocator, per byte of further tensors
+#: - bytes of unused gaps kept by the C library's allocator, per byte of tensors created later
 _LIBRARY_BYTES = 28 * 2**20
 _COMPILER_BYTES = 110 * 2**20
 _KEPT_SHARE = 0.2
@@ -84,7 +85,8 @@ class Forecast:
 
 
 class Forecaster(Protocol):
-    """Predicts the memory and speed of runs, such as `planner.plan.processes.RunForecaster`."""
+    """Interface for predicting the memory use and speed of runs.
+    `planner.plan.processes.RunForecaster` is one implementation."""
 
     def forecast(
         self, recipe: ResolvedRecipe, hardware: Hardware, processes: int
@@ -145,9 +147,9 @@ class ForecastComparison:
     def predict_process(self, held_bytes: int, *, compiles: bool, code_bytes: int = 0) -> None:
         """Predict `forecast.process_bytes` on a CPU, and start measuring.
 
-        The prediction is the current resident memory plus the memory of further tensors and
-        libraries. From this point on, the memory of the tensors and of the process is measured. On
-        a GPU or without a forecast, do nothing.
+        The prediction is the current resident memory plus the memory of tensors and libraries that
+        are not allocated yet. From this point on, the memory of the tensors and of the process is
+        measured. On a GPU or without a forecast, do nothing.
 
         Args:
             held_bytes: bytes of the forecast's tensors that are already in memory.
@@ -171,7 +173,7 @@ class ForecastComparison:
         self._steps += 1
         if self._steps == _SLOW_STEPS:
             self._allocated.look_less()
-        # Evaluations, saves and the first steps leave buffers allocated by libraries.
+        # Evaluations, saves and the first steps leave behind buffers that libraries have allocated.
         if self._allocated.is_running and (self._steps <= _SLOW_STEPS or "val/loss" in record):
             self._allocated.find_level(self.tensor_bytes())
         for name, found in self._rates.items():
@@ -185,8 +187,8 @@ class ForecastComparison:
         """
         sizes: dict[int, int] = {}
         found: dict[int, weakref.ref[torch.Tensor]] = {}
-        # The garbage collector does not list tensors that were frozen since the last call, so add
-        # the remembered ones.
+        # The garbage collector does not list tensors that have been frozen since the last call, so
+        # the tensors found in that call are added.
         remembered = [reference() for reference in self._tensors]
         # The objects are chained, because a list of them would itself be an object that the
         # collector tracks.
@@ -215,8 +217,8 @@ class ForecastComparison:
               it.
             - "process_bytes": on a CPU, the peak of the process's resident memory since the
               prediction; None on a GPU.
-            - "tokens_per_second", "learned_tokens_per_second", "samples_per_second": medians of all
-              steps except the first two; None if there are no further steps.
+            - "tokens_per_second", "learned_tokens_per_second", "samples_per_second": medians over
+              all steps except the first two; None if there are no other steps.
         """
         # A GPU's peak includes everything since the start of this process, so subtract the memory
         # that was allocated before the run.

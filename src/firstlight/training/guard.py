@@ -12,8 +12,8 @@ from typing import Any
 from firstlight.errors import DIVERGED_EXIT_CODE, DIVERGED_REMEDY, CheckpointError, TrainingError
 from firstlight.recipe.schema import FEWEST_STEPS, GuardConfig
 
-#: Lower bound of the standard deviation as a fraction of the mean. Without it, a small deviation
-#: from nearly equal values would be treated as a spike.
+#: Lower bound of the standard deviation, as a fraction of the mean. Without this bound, a small
+#: deviation from nearly equal values would be treated as a spike.
 _LEAST_DEVIATION = 0.01
 
 
@@ -28,7 +28,7 @@ class Guard:
 
     Attributes:
         skipped_in_a_row: number of consecutive steps rejected since the last accepted one.
-        reason: reason for the last rejection, as text for messages; "" before the first.
+        reason: reason for the last rejection, as text for messages; "" before the first rejection.
     """
 
     def __init__(self, config: GuardConfig) -> None:

@@ -86,12 +86,15 @@ class RunSummary:
 
     @property
     def whole(self) -> str:
-        """Time, tokens and mean speed of the training loop as text."""
+        """Duration, number of tokens and mean speed of the training loop, as text."""
         text = f"training took {time_text(self.seconds)}"
         if not self.tokens:
             return text
         rate = self.tokens / max(self.seconds, 1e-9)
-        return f"{text} for {self.tokens:,} tokens, {rate:,.0f} tokens/s with evaluations and saves"
+        return (
+            f"{text} for {self.tokens:,} tokens, {rate:,.0f} tokens/s including evaluations and "
+            "saves"
+        )
 
 
 @dataclass(frozen=True)
@@ -181,9 +184,9 @@ def train(
     Raises:
         ConfigError, DataError, ModelError, CheckpointError: the recipe, data, model and checkpoint
             do not match. These errors are raised before any file is written. During training, they
-            are also raised if data can't be read or if the run folder was moved. In the former
-            case, a checkpoint is saved first. In the latter case, nothing is written to the old
-            path.
+            are also raised if data can't be read or if the run folder was moved. If data can't be
+            read, a checkpoint is saved first. If the run folder was moved, nothing is written to
+            the old path.
         RankError: another process failed.
         DivergedError: the run diverged and can't be rolled back to a checkpoint.
         TrainingError: one row or an update does not fit in memory, or a batch has no labels.
@@ -195,7 +198,7 @@ def train(
     with (
         Stopping(recipe.run.max_minutes, shown=progress) as stopping,
         run_processes(recipe) as (hardware, engine),
-        ForecastComparison(hardware) as comparison,  # created before the run allocates any memory
+        ForecastComparison(hardware) as comparison,  # Create this before the run allocates memory.
         set_up(
             recipe,
             resume,
@@ -248,24 +251,24 @@ def training_loop(
         DivergedError, TrainingError, CheckpointError, StorageError: see `train`.
     """
     program, engine = run.program, run.engine
-    # If one of several processes stopped during an evaluation, the others would wait for it
-    # forever.
+    # If one of several processes stopped during an evaluation, the other processes would wait for
+    # it forever.
     check = stopping.check if engine.world.size == 1 else lambda: None
     ahead = RunAhead(run, checkpoints, stopping)
     while run.goes_on:
         run.times.begin_step()
-        run.decide_length()  # only for a run with a time budget
+        run.decide_length()  # This has an effect only with a time budget.
         batches = run.read_batches()
         run.stopped_by = first_reason(stopping.reason or run.unreadable)
         if run.stopped_by is not None:
             ahead.drop()
             break
         try:
-            if run.state.pending is None:  # otherwise, the last step is not yet evaluated
+            if run.state.pending is None:  # Otherwise, the last step must still be evaluated.
                 checkpoints.require_written()
                 lr_scale = run.begin_step()  # the learning-rate schedule
                 result = None
-                while result is None:  # repeated with smaller micro-batches or without compiling
+                while result is None:  # A failed attempt is repeated with changed settings.
                     with repeated_step(run), program.stepping(lr_scale):
                         result = train_step(
                             program.loss_sum,
@@ -286,7 +289,7 @@ def training_loop(
             checkpoints.go_back(error)
             continue
         except StopRequestedError:
-            break  # stopped during an evaluation, with which a resumed run begins
+            break  # The run was stopped during an evaluation, which a resumed run repeats.
         except DataError as error:
             # The validation split is damaged. With several processes, only the process that read
             # the damaged part gets this error, so they can't save a checkpoint together.
@@ -306,7 +309,7 @@ def training_loop(
 
 
 class RunAhead:
-    """Passes of the next step that a GPU computes while the host reads the current step's loss and
+    """Runs the passes of the next step on a GPU while the host reads the current step's loss and
     writes its metrics. Otherwise, the GPU would wait for the host in every step.
 
     Nothing is computed ahead if the current step may be followed by an evaluation, a checkpoint or
@@ -324,9 +327,10 @@ class RunAhead:
         self._checkpoints, self._stopping = checkpoints, stopping
         self._passes: Passes | None = None
         program = run.program
-        # Running ahead is not possible if the loss scale depends on the current gradients, if
-        # statistics are collected per step, if random numbers would be drawn before `on_step` draws
-        # its own, or if offloaded activations of two steps would need memory at the same time.
+        # Running ahead is not possible if the loss scale depends on the current gradients or if
+        # statistics are collected per step. It is not possible with dropout either, because random
+        # numbers would be drawn before `on_step` can draw its random numbers. With offloaded
+        # activations, the activations of two steps would need memory at the same time.
         self._is_possible = (
             run.engine.world.size == 1
             and program.scaler is None
@@ -349,7 +353,7 @@ class RunAhead:
                 program.loss_sum, program.optimizer, run.micro_batches(batches), None, run.engine
             )
         except Exception as error:  # noqa: BLE001  (the next step raises the error again)
-            # Otherwise the traceback keeps the tensors of the failed passes in memory.
+            # Otherwise, the traceback would keep the tensors of the failed passes in memory.
             traceback.clear_frames(error.__traceback__)
             program.optimizer.zero_grad()
             run.put_back()
@@ -415,7 +419,7 @@ def _frozen_objects() -> Iterator[Callable[[], None]]:
     def freeze() -> None:
         nonlocal is_frozen
         if not is_callers and not is_frozen:
-            gc.collect()  # collect first, so that no garbage is frozen
+            gc.collect()  # Collect garbage first, so that it is not frozen.
             gc.freeze()
             is_frozen = True
 
@@ -434,8 +438,8 @@ def _watched(
 ) -> Callable[[Mapping[str, Any]], None]:
     """Return a function that passes each step's metrics to the progress view, to the comparison
     with the forecast, and to `on_step`. After each step, it calls `freeze` (see `_frozen_objects`).
-    After the first settled step, it records the compile time, unless other programs kept the cores
-    busy when the run began.
+    After the first step that is not slowed down by the start of the process, it records the compile
+    time. The time is not recorded if other programs kept the cores busy when the run began.
     """
     efficiency, model = run.recipe.efficiency, run.recipe.model
     record_compiling = compile_time_recorder(efficiency, run.program.hardware, model)
@@ -444,7 +448,7 @@ def _watched(
 
     def watch(record: Mapping[str, Any]) -> None:
         if not record["step"]:
-            return  # the evaluation before the first step has no step metrics
+            return  # The evaluation before the first step has no step metrics.
         run.bar.step(record)
         comparison.add(record)
         if run.times.settled_steps == 1 and run.engine.is_main and not is_busy:
@@ -528,7 +532,9 @@ def _reported(run: Run) -> dict[str, Any]:
             then = "`firstlight report` draws it"
         else:
             raise
-        run.tell(f"warning: {why}, so the report was not drawn; the checkpoint is saved: {then}")
+        run.tell(
+            f"warning: {why}, so the report was not drawn; the checkpoint is saved, and {then}"
+        )
         return ended
     numbers = final_numbers(found)
     medians = ("step_seconds", "samples_per_second", "tokens_per_second")

@@ -36,7 +36,7 @@ from firstlight.recipe import ResolvedRecipe, parse_resolved_recipe
 from firstlight.training.program import TrainingProgram
 from firstlight.training.starting_model import attach
 
-#: Fraction of the free memory that a trial may use on a CPU. The rest is left to other programs.
+#: Fraction of the free memory that a trial can use on a CPU. The rest is left for other programs.
 _SHARE = 0.9
 
 
@@ -198,7 +198,8 @@ def try_step(recipe: ResolvedRecipe, hardware: Hardware) -> Trial:
 
 
 def measure(request: dict[str, Any]) -> dict[str, Any]:
-    """Run the steps requested by `try_rows`; see `hardware.fresh_process`."""
+    """Run the steps that `try_rows` requests, and return their measurements. See
+    `hardware.fresh_process`, which calls this function in a separate process."""
     hardware = find_hardware(request["device"])
     recipe = parse_resolved_recipe(request["recipe"])
     if hardware.device.type == "cpu":

@@ -43,7 +43,7 @@ def repeated_step(run: Run) -> Iterator[None]:
         return
     except MicroBatchTooLargeError as error:
         problem = str(error)
-        # Otherwise the traceback keeps the tensors of the failed passes in memory.
+        # Otherwise, the traceback would keep the tensors of the failed passes in memory.
         traceback.clear_frames(error.__traceback__)
     except DivergedError:
         raise
@@ -54,8 +54,8 @@ def repeated_step(run: Run) -> Iterator[None]:
             _continue_uncompiled(run, error)
             restore_torch_random_states(random)
             return
-        # If memory ran out during the update, the update may be partly applied, so the step can't
-        # be repeated.
+        # If memory ran out during the update, the update may have been partly applied, so the step
+        # can't be repeated.
         if not is_out_of_memory(error):
             raise
         raise TrainingError(
@@ -69,7 +69,8 @@ def repeated_step(run: Run) -> Iterator[None]:
 
 @contextlib.contextmanager
 def uncompiled_after_failure(run: Run) -> Iterator[None]:
-    """On exit, enable torch.compile again if it failed during the run (see `repeated_step`)."""
+    """When the context exits, enable torch.compile again if it failed during the run (see
+    `repeated_step`)."""
     chose_compiling = run.chose_compiling
     try:
         yield
@@ -84,10 +85,10 @@ def _continue_uncompiled(run: Run, error: Exception) -> None:
     Raises:
         TrainingError: the user chose to compile, or the step can't be repeated.
     """
-    problem = _short(str(error).split("\n\n")[0])  # without torch's advice
+    problem = _short(str(error).split("\n\n")[0])  # Omit torch's advice.
     # Other processes may be waiting for the gradients of this process.
     can_repeat = run.engine.world.size == 1 and not run.program.optimizer.in_backward
-    # A compiled update may be partly applied.
+    # A compiled update may have been partly applied.
     can_repeat = can_repeat and not compiles_update(run.recipe.optimizer)
     if not (run.chose_compiling and can_repeat):
         raise TrainingError(

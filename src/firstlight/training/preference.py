@@ -80,7 +80,7 @@ def rewards(log_probs_BD: Tensor, references_BD: Tensor, beta: float) -> Tensor:
     Args:
         log_probs_BD: log-probabilities of the answers, in nats.
         references_BD: log-probabilities of the starting model; NaN where a row has no answer.
-        beta: see `PreferenceConfig`.
+        beta: scale of the rewards; see `PreferenceConfig`.
 
     Returns:
         [B, P, 2]: rewards of the chosen and the rejected answers; 0 where a row has no answer.
@@ -97,7 +97,7 @@ def pair_losses(margins: Tensor, label_smoothing: float = 0.0) -> Tensor:
 
     Args:
         margins: reward of the chosen answer minus the reward of the rejected one; any shape.
-        label_smoothing: see `PreferenceConfig`.
+        label_smoothing: label-smoothing coefficient; see `PreferenceConfig`.
     """
     # log(sigmoid(x)) is not used, because it is -inf for large negative margins.
     right = -F.logsigmoid(margins)
@@ -120,13 +120,14 @@ class PreferenceObjective:
     def __init__(self, config: PreferenceConfig) -> None:
         self.config = config
         self.log_probs: Callable[..., Tensor] = answer_log_probs
-        #: Sums since the last call to `take`, [4]: rewards of the chosen answers, rewards of the
-        #: rejected answers, number of pairs in which the chosen answer has the larger reward,
-        #: number of pairs.
+        #: Sums since the last call to `take`, of shape [4]: rewards of the chosen answers, rewards
+        #: of the rejected answers, number of pairs in which the chosen answer has the larger
+        #: reward, number of pairs.
         self._sums: Tensor | None = None
 
     def __call__(self, forward: Callable[..., Tensor]) -> LossFunction:
-        """Return a loss function that computes the sum of the losses over a batch's pairs, [].
+        """Return a loss function that computes the sum of the losses over a batch's pairs, a
+        scalar.
 
         Args:
             forward: function that maps (input_ids, None, document_ids) to logits.
@@ -144,7 +145,8 @@ class PreferenceObjective:
             log_probs = self.log_probs(logits_BTV, labels, document_ids, references.shape[1])
             rewards_BP2 = rewards(log_probs, references, self.config.beta)
             there_BP = references.isfinite().view(len(references), -1, 2).all(-1)
-            # Detached, so that the sums do not keep the graph of a micro-batch in memory.
+            # The rewards are detached, so that the sums do not keep the graph of a micro-batch in
+            # memory.
             self._add(rewards_BP2.detach(), there_BP)
             margins_BP = rewards_BP2[..., 0] - rewards_BP2[..., 1]
             losses_BP = pair_losses(margins_BP, self.config.label_smoothing)
@@ -161,8 +163,8 @@ class PreferenceObjective:
         self._sums = sums if self._sums is None else self._sums + sums
 
     def take(self, prefix: str, *, shared: bool = False) -> dict[str, float]:
-        """Return the mean rewards of the pairs since the last call, as metrics. Without pairs,
-        return an empty dict.
+        """Return the mean rewards of the pairs since the last call, as metrics. If there are no
+        pairs, return an empty dict.
 
         Args:
             prefix: prefix of the metrics' names, such as "val".
@@ -206,7 +208,7 @@ def give_references(
     model.
 
     Args:
-        recipe: see `take_references`.
+        recipe: a recipe whose row length, precision and attention are resolved.
         splits: the run's splits. Splits without preference pairs are left unchanged.
         model: the model to be trained, with its initial weights in a new run.
         newest: the checkpoint from which the run is resumed; None for a new run. The checkpoint
@@ -243,18 +245,17 @@ def _loaded_again(newest: Path, start: Mapping[str, str]) -> Model:
         CheckpointError: the model is missing, or its weights have changed.
     """
     name = start.get("name", "")
-    advice = "which is needed again, because its references are not in the cache"
+    advice = "which is needed again because its log-probabilities are not in the cache"
     try:
         folder = resolve_model_folder(name)
-        # Compare the weights, because the folder may contain a different model now.
+        # Compare the weights, because the folder may have been overwritten with a different model.
         same = base_identity(folder) == start.get("sha256")
         loaded = load_model(folder, dtype=torch.float32, mode="sequential").model
     except (ModelError, CheckpointError) as error:
         raise CheckpointError(f"{newest} started from {name}, {advice}: {error}") from error
     if not same:
         raise CheckpointError(
-            f"{newest} started from {name}, {advice}: the model there has changed: restore the "
-            "old one"
+            f"{newest} started from {name}, {advice}, but has changed: restore the old model"
         )
     return loaded
 
@@ -308,8 +309,8 @@ def _place(
         "pairs": [manifest_digest(dataset.manifest), dataset.split],
         "rows": [recipe.data.seq_len, dataset.long],
         "model": identity,
-        # Results in other precisions and on other devices are rounded differently. This matters
-        # because rewards are small differences between log-probabilities.
+        # Results with a different precision or on a different device are rounded differently. This
+        # matters because rewards are small differences between log-probabilities.
         "computed": [recipe.efficiency.precision, hardware.device.type],
     }
     key = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:32]
@@ -317,8 +318,8 @@ def _place(
 
 
 def _read(path: Path, dataset: PreferenceDataset) -> npt.NDArray[np.float64] | None:
-    """Read the references from a cache file, fp64 [examples]. Return None if the file is missing or
-    damaged.
+    """Read the references from a cache file, as an fp64 array of shape [examples]. Return None if
+    the file is missing or damaged.
     """
     try:
         content = read_json(path, _MAX_BYTES)
@@ -342,8 +343,8 @@ def _digest(values: npt.NDArray[np.float64]) -> str:
 def reference_log_probs(
     dataset: PreferenceDataset, recipe: ResolvedRecipe, model: Model, hardware: Hardware
 ) -> npt.NDArray[np.float64]:
-    """Compute the log-probability in nats of each example's answer, fp64 [examples]. The value is
-    NaN for examples that are not in any row.
+    """Compute the log-probability in nats of each example's answer, as an fp64 array of shape
+    [examples]. The value is NaN for examples that are not in any row.
 
     Args:
         dataset: the split.

@@ -1,5 +1,5 @@
-"""Processes of a run: their rendezvous, functions that only the main process calls, and an orderly
-early stop on a signal or at a time limit.
+"""Support for the processes of a run: connect them, call functions only in the main process, and
+stop early in an orderly way on a signal or at a time limit.
 """
 
 from __future__ import annotations
@@ -92,8 +92,8 @@ def _join_others(recipe: Recipe, world: World) -> Iterator[Hardware]:
 
 
 def on_main(engine: Engine, compute: Callable[[], T]) -> T:
-    """Call a function only in the main process, and return its result, a JSON value, in all
-    processes. This is a collective operation.
+    """Call a function only in the main process and return its result in all processes. The result
+    must be a JSON value. This is a collective operation.
     """
     result: T = broadcast_object(compute() if engine.is_main else None)
     return result
@@ -201,7 +201,7 @@ class Stopping:
             raise StopRequestedError
 
     def _hear(self, number: int, frame: FrameType | None) -> None:
-        """Handle one of the four signals."""
+        """Handle one of the signals listed in `watch`."""
         name = signal.Signals(number).name
         if not self._watching:
             # Record the signal, because an exception raised by the previous handler may be
@@ -220,7 +220,7 @@ class Stopping:
                 # print is not used, because Python's streams do not allow re-entrant writes.
                 try:
                     os.write(2, b"\nfinishing the step and saving; once more to stop at once\n")
-                except OSError:  # the terminal was closed
+                except OSError:  # The terminal was closed.
                     silence()
             return
         # The second signal has its previous effect, which may end the process immediately.
@@ -229,7 +229,7 @@ class Stopping:
         self._do(before, number, frame)
 
     def _do(self, before: Any, number: int, frame: FrameType | None) -> None:
-        """Apply the previous effect of a signal."""
+        """Handle a signal as it was handled before this object replaced its handler."""
         if callable(before):
             before(number, frame)
         else:

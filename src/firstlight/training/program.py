@@ -45,9 +45,10 @@ class TrainingProgram:
         model: the model on the device.
         optimizer: the optimizer of the model.
         dtype: dtype of the matrix products.
-        loss_sum: loss function of a batch, which returns the sum over its valid tokens or pairs,
-            [].
-        evaluation_loss: loss function of a batch for evaluations, which is never compiled.
+        loss_sum: function that computes the loss of a batch, summed over its valid tokens or pairs,
+            as a scalar.
+        evaluation_loss: function that computes the loss of a batch in evaluations. It is never
+            compiled.
         scaler: loss scaler for fp16, or None in other precisions.
         preference: loss over preference pairs, or None for other data.
         is_ahead: True while the gradients already belong to the next step; see `RunAhead`.
@@ -134,7 +135,8 @@ class TrainingProgram:
             self.optimizer.zero_grad()
         self._steps += 1
         if self._steps == 1:
-            # Compilation and the optimizer's first step used some memory only temporarily.
+            # Compilation and the optimizer's first step needed some of their memory only
+            # temporarily.
             give_back_unused(self.hardware)
         every = config.empty_cache_steps
         # Return cached blocks to the device, because their sizes may not fit any tensor.
@@ -152,7 +154,8 @@ class TrainingProgram:
         Args:
             batches: micro-batches on the device.
             lr_scale: learning rate as a fraction of its peak.
-            accepts: see `train_step`.
+            accepts: called with the loss and gradient norm; returns False to skip the update. See
+                `train_step`.
 
         Raises:
             DivergedError, MicroBatchTooLargeError: see `train_step`.

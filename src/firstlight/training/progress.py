@@ -33,8 +33,8 @@ from firstlight.console import (
 )
 from firstlight.report.summary import MOSTLY_LEARNED, memory_kind
 
-#: Number of steps at the start of a process that are excluded from the mean, because they allocate
-#: memory and compile.
+#: Number of steps at the start of a process that are excluded from the mean step time, because they
+#: allocate memory and compile.
 _SLOW_STEPS = 2
 
 #: Maximum height in rows of the loss curve, of the sample text with its prompt, and of the figures.
@@ -155,7 +155,7 @@ class RunProgress:
     Args:
         max_steps: function that returns the total number of steps of the run, which may change
             during a run with a time budget.
-        start_step: number of steps completed before this call to `train`.
+        start_step: number of steps already completed when this call to `train` began.
         max_minutes: time budget of the run in minutes, or None.
         clock: monotonic clock in seconds; None for `time.monotonic`.
         step_limit: function that returns the step at which a run with a time budget ends even if
@@ -202,8 +202,8 @@ class RunProgress:
         now = self._clock()
         self._done += 1
         if self._done > _SLOW_STEPS + 1:
-            # The time since the last step includes evaluations and saves, because they will be
-            # repeated.
+            # The time since the last step includes evaluations and saves, because more of them will
+            # follow.
             seconds = now - self._last_at
             # Step n has weight n in the mean, so the mean adapts to a machine that slows down. A
             # mean over only the last few steps would jump at each evaluation, which can take as
@@ -224,7 +224,7 @@ class RunProgress:
 
     @property
     def is_done(self) -> bool:
-        """True if the last step is complete."""
+        """True if the last step of the run is complete."""
         return self._is_settled() and bool(self._record["step"] >= self._max_steps())
 
     @property
@@ -236,8 +236,8 @@ class RunProgress:
         by_steps = 0.0 if last is None else min(float(self._record["step"]) / max(last, 1), 1.0)
         if self._budget_left is None or self._max_minutes is None:
             return by_steps
-        # Never return a smaller fraction than before: the decision can only lower the step limit,
-        # but a correction may raise it.
+        # Never return a smaller fraction than before: deciding the number of steps can only lower
+        # the step limit, but a later correction may raise it.
         by_time = 1 - self._budget_left / (60 * self._max_minutes)
         return max(by_steps, by_time, self._most_share)
 
@@ -424,9 +424,9 @@ def _memory(record: Mapping[str, Any], planned: int | None = None) -> str:
 
 
 def _rates(record: Mapping[str, Any]) -> str:
-    """Return the tokens and sequences per second as text. If clearly fewer tokens have a loss, as
-    in conversations, the text also includes the number of these tokens per second. Metrics written
-    by older releases may lack some of these values.
+    """Return the tokens and sequences per second as text. If clearly fewer tokens contribute to the
+    loss, as in conversations, the text also includes the rate of these tokens. Metrics written by
+    older releases may lack some of these values.
     """
     tokens = record["tokens_per_second"]
     learned, samples = (record.get(f"{n}_per_second") for n in ("learned_tokens", "samples"))
@@ -465,8 +465,8 @@ class View:
 
 
 class _LogView(View):
-    """Writes messages to a log, and a line with the run's metrics every minute and after the last
-    step.
+    """Writes messages to a log. A line with the run's metrics is added every minute and after the
+    last step.
     """
 
     def __init__(self) -> None:

@@ -49,8 +49,7 @@ _KEPT_OF_DATA = {
 }
 
 
-#: Maximum difference between two learning rates without a warning, as a fraction of the higher
-#: rate.
+#: No warning is shown if two learning rates differ by at most this fraction of the higher rate.
 _SAME_RATE = 0.01
 
 
@@ -101,7 +100,7 @@ def take_up(run: Run, folder: Path) -> None:
         for section, values in now.items()
         if isinstance(values, dict) and isinstance(before.get(section), dict)
         for key in changed_keys(before[section], values)
-        # A key that did not exist in an older version has not changed.
+        # Keys that are missing from a checkpoint of an older version are not reported.
         if key != "dir" and key in before[section] and not (is_branch and section == "schedule")
     ]
     if changed:
@@ -143,24 +142,25 @@ def _rate_jump(run: Run, before: Mapping[str, Any], saved: Mapping[str, Any]) ->
             steps = run.batch.steps_for(Fraction(config.warmup_tokens or 0, seq_len))
             config = config.model_copy(update={"warmup_tokens": None, "warmup_steps": steps})
         if config.max_minutes is not None and length is None:
-            return None  # a checkpoint of an older version
+            return None  # The checkpoint was written by an older version.
         known = None if length is None else length_of(length)
         old = resolve_schedule(config, peak, rows, run.batch, seq_len=seq_len, length=known)
     except (KeyError, TypeError, ValidationError, ConfigError):
-        return None  # a checkpoint of an older version or with a different batch size
+        return None  # The checkpoint is from an older version or has a different batch size.
     was = peak * old.lr_scale(step)
     now = run.recipe.optimizer.learning_rate * run.schedule.lr_scale(step)
     if abs(now - was) <= _SAME_RATE * max(now, was):
         return None
     keeps = ""
-    # With a minimum learning rate of 0, further steps of the old schedule would not learn anything.
+    # With a minimum learning rate of 0, additional steps of the old schedule would not learn
+    # anything.
     falls = old.kind in ("cosine", "linear") and old.min_lr_ratio > 0
     # A warm-up given as a fraction of the run would change with the new length.
     falls = falls and config.warmup_ratio is None
     if rounded_up:
-        keeps = f" (schedule.warmup_steps {old.warmup_steps} without warmup_tokens keeps it)"
+        keeps = f" (set schedule.warmup_steps {old.warmup_steps} and no warmup_tokens to keep it)"
     elif falls and run.recipe.schedule.max_minutes is None:
-        keeps = f" (schedule.decay_steps {old.decay_steps} keeps the old schedule)"
+        keeps = f" (set schedule.decay_steps {old.decay_steps} to keep the old schedule)"
     return (
         f"the learning-rate schedule has changed: the learning rate at step {step + 1} was "
         f"{was:.4g} in the checkpoint's schedule, and is now {now:.4g}{keeps}"
@@ -173,7 +173,7 @@ def continue_schedule(run: Run, init_from: str | Path | None) -> None:
 
     Args:
         run: the new run.
-        init_from: see `train`.
+        init_from: run or checkpoint to start from; see `train`.
 
     Raises:
         ConfigError: `init_from` is None, the recipe has a `lora` section, or no step is left.
@@ -195,7 +195,8 @@ def continue_schedule(run: Run, init_from: str | Path | None) -> None:
                 f"{init_from} does not contain optimizer state, which schedule.resume needs: pass "
                 "a run or one of its checkpoints, or remove schedule.resume"
             )
-        checkpoint = load_checkpoint(folder, verify=False)  # verified when it was selected
+        # The checkpoint was already verified when it was selected.
+        checkpoint = load_checkpoint(folder, verify=False)
         keys = _STATE_KEYS
         if run.recipe.optimizer.name == "adafactor":
             keys = (*keys, "adafactor_variant")
@@ -206,17 +207,19 @@ def continue_schedule(run: Run, init_from: str | Path | None) -> None:
                 f"with optimizer.{key} {before}, not {now}: restore that value, or remove "
                 "schedule.resume"
             )
-        # Restore the full state. Parts that belong only to the other run are dropped below.
+        # Restore the full state. Parts that belong only to the run that saved the checkpoint are
+        # dropped below.
         return folder, restore(checkpoint, run.program)
 
     folder, found = read_start(init_from, run.engine, restored)
-    # max_steps counts from the start of the schedule, which began in the other run.
+    # max_steps counts from the start of the schedule, which began in the run that saved the
+    # checkpoint.
     if found.step >= run.max_steps:
         raise ConfigError(
             f"schedule.resume continues at step {found.step} of {init_from}, but "
             f"schedule.max_steps is {run.max_steps}, counted from the start of that run: raise it"
         )
-    # Drop the other run's data position, events and best loss.
+    # Drop the data position, events and best loss of the run that saved the checkpoint.
     run.state = TrainState(
         step=found.step, tokens_seen=found.tokens_seen, skipped_steps=found.skipped_steps
     )
@@ -224,9 +227,9 @@ def continue_schedule(run: Run, init_from: str | Path | None) -> None:
 
 
 def _as_written_now(saved: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the recipe in a checkpoint in its current form. For optimizers that are not 8-bit,
-    older versions wrote false for `optimizer.embeddings_in_32_bits`, but the current version writes
-    null.
+    """Return the recipe stored in a checkpoint, converted to its current form. For optimizers that
+    are not 8-bit, older versions wrote false for `optimizer.embeddings_in_32_bits`, but the current
+    version writes null.
     """
     optimizer = saved.get("optimizer", {})
     spec = OPTIMIZERS.get(optimizer.get("name"))
@@ -290,7 +293,8 @@ def shared_newest(
         newest = _newest_checkpoint(run_folder, resume, branch_from, tell)
         if newest is None:
             return None
-        require_kept(newest)  # a trunk that is still running may have deleted it
+        # A trunk that is still running may have deleted the checkpoint.
+        require_kept(newest)
         return str(newest)
 
     found = on_main(engine, find)

@@ -49,7 +49,7 @@ from firstlight.training.time_budget import (
 )
 from firstlight.training.trackers import Trackers
 
-#: Fraction of the number of steps below which a correction is not shown to the user.
+#: A correction of the number of steps by less than this fraction is not shown to the user.
 _SMALL_CORRECTION = 0.05
 
 
@@ -72,7 +72,7 @@ class _Read:
 
 @dataclass
 class Run:
-    """Run that has been set up and checked. The training loop, evaluations and saves operate on
+    """A run that has been set up and checked. The training loop, evaluations and saves operate on
     this object.
 
     Attributes:
@@ -104,12 +104,12 @@ class Run:
         times: durations of the loop's steps, evaluations and saves.
         budget: the time budget, or None for runs without one.
         generation: content of generation_config.json of the model from which the run started.
-        chose_compiling: see `loop.train`.
+        chose_compiling: True if the user did not choose whether the run compiles; see `loop.train`.
         loader, logs, trackers, bar: data loader, log files, trackers and progress view; set by
             `open_run`.
         schedule: learning-rate schedule of the whole run.
-        batch: number of sequences of each optimizer step, summed over all processes.
-        data_identity: see `datasets.data_identity`.
+        batch: number of sequences per optimizer step, summed over all processes.
+        data_identity: identity of the run's data; see `datasets.data_identity`.
     """
 
     recipe: ResolvedRecipe
@@ -287,8 +287,8 @@ class Run:
         budget = self.budget
         if budget is None or not budget.is_new:
             return
-        # All processes use the main process's speed. If they had different lengths, some would end
-        # while others still wait for them.
+        # All processes use the main process's speed. With different run lengths, some processes
+        # would end while others are still waiting for them.
         rate = on_main(self.engine, lambda: tokens_per_second)
         if rate is not None:
             steps = predicted_steps(budget.seconds / 60, rate, self.batch, self.seq_len)
@@ -324,7 +324,7 @@ class Run:
             return
         self.take_length()
         if not is_open and abs(steps - before) < _SMALL_CORRECTION * before:
-            return  # a small correction is only recorded in length.json
+            return  # Small corrections are recorded only in length.json.
         words = f" instead of {before:,}, to end in time"
         if is_open:
             words = f": {self.schedule.in_words(self.recipe.optimizer.learning_rate)}"
@@ -333,8 +333,8 @@ class Run:
         self.bar.message(f"step {step}: the run will have {counted(steps, 'step')}{words}")
 
     def _periodic(self, sequence_seconds: float) -> list[Periodic]:
-        """Return the evaluations and saves of the run. The duration of each is that of its last
-        occurrence, or an estimate if it has not occurred yet.
+        """Return the evaluations and saves of the run. The duration of each of them is that of its
+        last occurrence, or an estimate if it has not occurred yet.
 
         Args:
             sequence_seconds: seconds per sequence in a training step, from which the duration of
@@ -377,8 +377,8 @@ class Run:
 
     @property
     def _write_seconds(self) -> float:
-        """Estimated seconds for writing a checkpoint, based on a file written at the start of the
-        run if there was one.
+        """Estimated seconds for writing a checkpoint, based on the time taken to write a file at
+        the start of the run, if one was written.
         """
         if "file" in self.times.seconds:
             return self.times.seconds["file"] * self.checkpoint_bytes / PROBE_BYTES

@@ -104,7 +104,7 @@ def set_up(
     """Lock the run folder, and yield the run of a recipe, ready for its next step.
 
     Args:
-        recipe, resume, init_from, new_rows, branch_from: see `train`.
+        recipe, resume, init_from, new_rows, branch_from: arguments of `train`.
         hardware: the hardware of this process.
         engine: the engine that connects the processes of the run.
         shown: True to show messages to the user from the main process.
@@ -393,7 +393,7 @@ def _require_disk(run: Run) -> None:
         kept += left // config.keep_every
     one = checkpoint_bytes(run.program.optimizer.num_parameters, run.program.optimizer.state_bytes)
     # A new checkpoint is written before the oldest one is deleted. A run with a time budget also
-    # saves checkpoints at other steps than those counted above.
+    # saves checkpoints at steps other than those counted above.
     needed = one * (min(saves, kept + 1) if run.save_interval is None else kept + 1)
     if config.average_last:
         needed += checkpoint_bytes(run.program.optimizer.num_parameters, 0)
@@ -487,8 +487,8 @@ def _make_folder_ready(run: Run) -> None:
     if not _says(run.folder / RECIPE_NAME, run.recipe):
         text = yaml_text(run.recipe.model_dump())
         write_file(run.folder / RECIPE_NAME, text)
-    # Write the length before the logs drop the lines after the checkpoint's step, because the time
-    # of those steps has been used.
+    # Write the length before the logs drop the lines after the checkpoint's step. The time of the
+    # dropped steps still counts as used, and it would otherwise be lost.
     if run.budget is None:
         remove_file(run.folder / LENGTH_NAME)
     else:
@@ -546,7 +546,7 @@ def begin_run(
     run.await_first_evaluation()
     if not run.goes_on:
         return
-    # Predict only in the main process, because a prediction takes seconds.
+    # Predict only in the main process, because a prediction takes several seconds.
     if forecaster is not None and run.has_steps_left:
         wait_for_main(run.engine, lambda: _predict(run, forecaster, comparison))
     forecast = comparison.forecast
@@ -575,7 +575,7 @@ def _expert_code_bytes(recipe: ResolvedRecipe, hardware: Hardware) -> int:
 
 
 def _predict(run: Run, forecaster: Forecaster, comparison: ForecastComparison) -> None:
-    """Forecast memory and speed of a run, show the forecast, and set `run.advise`."""
+    """Forecast the memory and speed of a run, show the forecast, and set `run.advise`."""
     hardware, size = run.program.hardware, run.engine.world.size
     comparison.label_share = run.dataset.label_share(run.seq_len)
     comparison.seq_len = run.seq_len
@@ -609,7 +609,7 @@ def _record_start(run: Run) -> None:
     lines, problem = sound_json_lines(path) if run.saved_step > 0 else ([], None)
     if problem is not None:
         run.tell(
-            f"warning: {problem}; the old file is now {set_aside(path)}; the run continues "
+            f"warning: {problem}; the old file is now {set_aside(path)}, and the run continues "
             "without the damaged lines"
         )
     held_out = run.validation

@@ -61,7 +61,7 @@ from firstlight.weights.loading import (
     nonfinite_tensor,
 )
 
-#: Keys of the `model` section that may change the --init-from model. They configure its positions.
+#: Keys of the `model` section that can change the --init-from model. They configure its positions.
 _POSITION_KEYS = frozenset(("max_position_embeddings", "rope_scaling", "rope_theta"))
 
 
@@ -116,7 +116,8 @@ def contradictions(recipe: Recipe, config: ModelConfig) -> list[str]:
     if not given <= _POSITION_KEYS | {"model_type"}:
         given |= {"model_type"}
     elif recipe.model.model_type == DEFAULT_FAMILY:
-        given -= {"model_type"}  # position keys do not imply a family
+        # If the recipe sets only position keys, it does not specify a family.
+        given -= {"model_type"}
     return [f"model.{name}" for name in found if name in given]
 
 
@@ -218,7 +219,7 @@ def first_model(
         recipe, engine: recipe and engine of the run.
         tokenizer: the tokenizer of the data.
         newest: the checkpoint from which the run is resumed; None for a new run.
-        init_from, new_rows: see `train`.
+        init_from, new_rows: arguments of `train`.
         pairs: True if the data consists of preference pairs.
         tell: called with each message to the user.
 
@@ -305,7 +306,7 @@ def read_start(init_from: str | Path, engine: Engine, read: Callable[[Path], T])
     considers the newest, and fail if that checkpoint is deleted.
 
     Args:
-        init_from: see `train`.
+        init_from: model folder, run folder or hub id of the model to start from; see `train`.
         engine: the engine of the run.
         read: function that reads a model folder; see `read_model_folder`.
     """
@@ -375,8 +376,8 @@ def attach(
     """Add the adapters of the recipe's `lora` section to the model, and freeze all other weights.
     Without such a section, do nothing.
 
-    Frozen matrices are stored in the dtype of the matrix products. With precision bf16_params, the
-    other frozen weights are stored in this dtype too.
+    Frozen matrices are stored in the dtype of the matrix products. With precision bf16_params, all
+    other frozen weights also have this dtype.
 
     Args:
         model: the model, which is changed in place.

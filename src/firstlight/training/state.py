@@ -32,8 +32,8 @@ _NUMPY_WORDS = 624
 
 
 def torch_random_states() -> dict[str, Tensor]:
-    """Return the states of torch's random generators, which are used for dropout, as uint8 [n] for
-    each device.
+    """Return the states of torch's random generators, which are used for dropout, as one uint8
+    tensor of shape [n] per device.
     """
     states = {f"{RNG_PREFIX}cpu": torch.get_rng_state()}
     # Read the states of GPUs only if CUDA is already in use, because reading a state would create a
@@ -131,7 +131,7 @@ def python_random_states() -> tuple[dict[str, Tensor], dict[str, Any]]:
     rest: dict[str, Any] = {"python": {"version": version, "next_gauss": next_gauss}}
     numpy = np.random.get_state(legacy=False)
     assert isinstance(numpy, dict)
-    if numpy["bit_generator"] == "MT19937":  # otherwise, the user has set a different generator
+    if numpy["bit_generator"] == "MT19937":  # Otherwise, the user has set a different generator.
         keys = numpy["state"]["key"].astype(np.int64)
         tensors[f"{RNG_PREFIX}numpy"] = torch.from_numpy(keys)
         rest["numpy"] = {
@@ -158,8 +158,8 @@ def restore_python_random_states(words: Mapping[str, Tensor], rest: Mapping[str,
         # Check the value here, because Python would raise an error only when a number is drawn.
         if type(found["next_gauss"]) not in (float, type(None)):
             raise ValueError(f"Python's next_gauss is {found['next_gauss']!r:.100}")
-        # A generator with an all-zero state returns only zeros. The last entry is a position, not a
-        # word of the state.
+        # A generator whose words are all zero returns only zeros. The last entry of the state is a
+        # position, not a word.
         if not any(python[:-1]):
             raise ValueError("Python's words are all zeros")
         random.setstate((found["version"], python, found["next_gauss"]))

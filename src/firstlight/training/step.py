@@ -50,7 +50,7 @@ class Passes:
     clipping and the update.
 
     Attributes:
-        loss_sum: summed loss, [], on the device.
+        loss_sum: summed loss, a scalar tensor on the device.
         tokens: number of valid tokens in all processes.
         terms: number of valid tokens or pairs in all processes.
         scale: factor by which the loss was multiplied.
@@ -171,7 +171,7 @@ def run_passes(
             optimizer.accumulate()
             # Clone the loss, because CUDA graphs write the next loss to the same memory.
             total = loss.detach().clone() if total is None else total + loss.detach()
-            del loss, scaled  # free the graph before the next pass or the update
+            del loss, scaled  # Free the graph before the next pass or the update.
         assert total is not None
         return Passes(total, tokens, terms, scale)
     except (RuntimeError, MemoryError) as error:
@@ -229,8 +229,8 @@ def _repeatable_problem(error: Exception, optimizer: Optimizer, engine: Engine) 
     error.
     """
     # If the backward pass updates parameters, some updates may have been applied. With several
-    # processes, others may be waiting for the gradients of this process. In both cases, the step
-    # can't be repeated.
+    # processes, the other processes may be waiting for the gradients of this process. In both
+    # cases, the step can't be repeated.
     if optimizer.in_backward or not is_out_of_memory(error):
         raise error
     if not engine.can_repeat_step:

@@ -38,25 +38,25 @@ from firstlight.run_log.reader import read_length, sound_json_lines
 from firstlight.training.processes import on_main
 from firstlight.training.program import TrainingProgram
 
-#: Timed parts of the training loop other than steps: generating the first text of a process and two
-#: more texts of `PROBE_TOKENS` tokens, writing a file of `PROBE_BYTES`, sample texts, loss
-#: evaluations, task evaluations and saves.
+#: Parts of the training loop, other than steps, whose durations are measured. They are the
+#: generation of the first text of a process and of two more texts of `PROBE_TOKENS` tokens, the
+#: writing of a file of `PROBE_BYTES`, sample texts, loss evaluations, task evaluations and saves.
 Part = Literal[
     "first text", "short text", "long text", "file", "samples", "evaluation", "tasks", "save"
 ]
 
-#: Estimates used before measurements exist: the duration of a sequence in an evaluation as a
-#: fraction of its duration in a step, and the bytes of a checkpoint that are written and verified
-#: per second.
+#: Estimates used until measurements are available. FORWARD_SHARE is the duration of a sequence in
+#: an evaluation, as a fraction of its duration in a training step. WRITTEN_PER_SECOND is the number
+#: of bytes of a checkpoint that are written and verified per second.
 FORWARD_SHARE = 0.35
 WRITTEN_PER_SECOND = 150e6
 
-#: Lengths in tokens of the two texts from which the duration of the first sample texts is
-#: predicted. Two lengths are needed to separate the time per token from the fixed cost of each
-#: text, for which the weights are copied.
+#: The duration of the first sample texts is predicted from generating two texts of these lengths,
+#: in tokens. Two lengths are needed to separate the time per token from the fixed cost per text,
+#: which includes copying the weights.
 PROBE_TOKENS = (1, 9)
 
-#: Size in bytes of the file from which the duration of the first checkpoint is predicted.
+#: The duration of the first checkpoint is predicted from writing a file of this size, in bytes.
 PROBE_BYTES = 1 << 26
 
 
@@ -71,7 +71,7 @@ def sampled_token_seconds(token_seconds: float) -> float:
 
 
 #: Maximum time between two checkpoints of a run with a time budget, as a fraction of the budget and
-#: in seconds. The smaller value applies. The limit bounds the lost work even if
+#: in seconds. The smaller value applies. This bounds the amount of work that can be lost even if
 #: `checkpoint.every_steps` steps take longer than planned. If saves are slow, the interval is
 #: increased so that they take at most SAVE_SHARE of the time.
 LOST_SHARE, MOST_LOST_SECONDS = 1 / 6, 600.0
@@ -97,7 +97,8 @@ _MOST_STEPS = 10_000
 
 
 class LoopTimes:
-    """Durations of the steps and other parts of the training loop, measured in this process.
+    """Durations of the steps and other parts of the training loop, measured in this process. The
+    first few steps of a process are slower; all later steps are called settled steps.
 
     Args:
         clock: monotonic clock in seconds.
@@ -176,11 +177,11 @@ class LoopTimes:
         began = self._clock()
         try:
             yield
-        finally:  # an evaluation may end in a rollback, after which the run continues
+        finally:  # An evaluation may end in a rollback, after which the run continues.
             taken = self._clock() - began
             self._apart += taken
-        # Not reached if the work was interrupted, because its duration does not predict the next
-        # one.
+        # The duration is not stored if the work was interrupted, because it would not predict the
+        # next duration.
         self.seconds[name] = taken
 
 
@@ -194,8 +195,8 @@ _FEWEST_STEPS = 8
 _FEWEST_SECONDS = 30.0
 _FEWEST_SHARE = 0.02
 
-#: Fraction of the remaining time after which fewer settled steps are sufficient, for runs that
-#: consist of a few long steps.
+#: After this fraction of the remaining time, fewer settled steps are sufficient. This rule is meant
+#: for runs that consist of a few long steps.
 _ENOUGH_SHARE = 0.2
 
 #: Fraction of the run's step limit (`max_steps`, `epochs`) after which the number of steps may be
@@ -203,16 +204,16 @@ _ENOUGH_SHARE = 0.2
 #: limit, long before its time is used up.
 _QUICK_SHARE = 0.2
 
-#: Number of times per run at which the number of steps is predicted to check whether it must be
-#: decided.
+#: Number of times per run that the number of steps is predicted in order to check whether it must
+#: be decided.
 _CHECKS = 500
 
-#: Fraction of the remaining steps after which a decided number of steps is checked again, and
-#: fraction of the time budget by which the predicted end of the run may differ from the budget
-#: without a correction. In simulations of machines that became three times slower or faster during
-#: the decay, runs missed the budget by 2%. With checks after half of the remaining steps, they
-#: missed it by 20%. With checks after an eighth of them, the number of steps was corrected up to
-#: twice as often.
+#: _CHECK_SHARE is the fraction of the remaining steps after which a decided number of steps is
+#: checked again. _TOLERANCE is the largest difference between the predicted end of the run and the
+#: time budget that does not cause a correction, as a fraction of the budget. In simulations of
+#: machines that became three times slower or faster during the decay, runs missed the budget by 2%.
+#: With checks after half of the remaining steps, they missed it by 20%. With checks after an eighth
+#: of them, the number of steps was corrected up to twice as often.
 _CHECK_SHARE = 0.25
 _TOLERANCE = 0.02
 
@@ -252,14 +253,14 @@ def steps_in_time(
     periodic: Sequence[Periodic],
 ) -> int:
     """Return the largest number of steps that fit into a given time, including the evaluations and
-    saves between and after them. The result is at least 1.
+    saves that run between them and after the last one. The result is at least 1.
 
     Args:
         seconds: available time in seconds.
-        step: number of steps completed before.
+        step: number of steps already completed.
         sequence_seconds: seconds per sequence in a step.
-        batch: sequences of each step.
-        periodic: evaluations and saves.
+        batch: number of sequences per step.
+        periodic: evaluations and saves of the run.
     """
 
     def needed(steps: int) -> float:
@@ -277,14 +278,15 @@ def seconds_of_steps(
     periodic: Sequence[Periodic],
 ) -> float:
     """Return the duration in seconds of the `steps` steps that follow `step`, including the
-    evaluations and saves between and after them. For the other arguments, see `steps_in_time`.
+    evaluations and saves that run between them and after the last one. For the other arguments, see
+    `steps_in_time`.
     """
     training = sequence_seconds * (batch.before(step + steps) - batch.before(step))
     return training + sum(one.total(step, steps) for one in periodic)
 
 
 def mean_sequence_seconds(steps: Sequence[tuple[int, float]], ahead: float) -> float:
-    """Return the mean seconds per sequence in a step, over the last steps.
+    """Return the mean seconds per sequence in a step, averaged over the most recent steps.
 
     The mean covers a period half as long as the time to be predicted, but at most half of the time
     so far. The mean therefore adapts quickly if a machine becomes slower, and excludes the start of
@@ -390,7 +392,7 @@ class TimeBudget:
 
         Args:
             max_steps: number of steps of the run, which may be unchanged.
-            step: number of steps completed.
+            step: number of steps already completed.
         """
         now = self.length
         if not isinstance(now, DecidedLength):
@@ -425,9 +427,9 @@ class TimeBudget:
         can be decided later.
 
         Args:
-            step: number of steps completed.
+            step: number of steps already completed.
             warmup_steps: steps over which the learning rate rises.
-            batch: sequences of each step.
+            batch: number of sequences per step.
             periodic: function that maps seconds per sequence to the run's evaluations and saves.
         """
         used, most = self.seconds_used, self.most_steps
@@ -588,8 +590,8 @@ def budget_of(
         # unchanged.
         if (record.get("max_minutes"), record.get("most_steps")) == (minutes, most):
             return record
-        # This is a new run or a resumed run with a different time budget. A resumed run keeps its
-        # used seconds.
+        # This is a new run, or a resumed run with a different time budget. A resumed run keeps the
+        # time that it has already used.
         rate = _usual_tokens_per_second(recipe, program)
         steps = predicted_steps(minutes, rate, batch, recipe.data.seq_len)
         return {"seconds_used": record["seconds_used"], "predicted_steps": steps, "is_new": True}

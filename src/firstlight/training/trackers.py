@@ -191,7 +191,8 @@ def _environment(values: Mapping[str, str]) -> Iterator[None]:
 class WandbTracker:
     """Weights & Biases run in the `wandb/` folder of the run folder (or of WANDB_DIR).
 
-    The run is offline and can be uploaded with `wandb sync`, unless WANDB_MODE sets another mode.
+    The run is offline and can be uploaded with `wandb sync`, unless WANDB_MODE sets a different
+    mode.
     """
 
     is_mirror = False
@@ -361,7 +362,7 @@ class TrackioTracker:
 @contextlib.contextmanager
 def _hub_offline() -> Iterator[None]:
     """Prevent requests to the Hugging Face hub. Otherwise, trackio would request the user's name
-    from it.
+    from the hub.
     """
     from huggingface_hub import constants
 
@@ -383,16 +384,16 @@ LIBRARIES: dict[str, type[Tracker]] = {
 
 TRACKERS_NAME = "trackers"
 
-#: Maximum seconds that a tracker may take after the end of a run, without and with a checkpoint to
-#: store.
+#: Maximum number of seconds that a tracker can take after the end of a run, without and with a
+#: checkpoint to store.
 _SECONDS, _SECONDS_WITH_CHECKPOINT = 60.0, 900.0
 #: Seconds to wait for a tracker before showing a message.
 _SECONDS_UNSAID = 3.0
-#: Seconds between two readings of the run's logs.
+#: Seconds between two reads of the run's logs.
 _SECONDS_BETWEEN = 1.0
 #: Maximum number of steps in one call to `Tracker.write`.
 _STEPS_AT_ONCE = 50
-#: Maximum number of characters of an error in a message.
+#: Maximum number of characters of an error that are included in a message.
 _MAX_ERROR = 500
 
 #: Names of trackers that had not finished when the run stopped waiting for them. Exit hooks and
@@ -515,8 +516,8 @@ class _TrackerThread(threading.Thread):
                     begun = -1
                 for part in _parts(steps, begun):
                     begun = part[-1][0]["step"]
-                    # Record the step before the write. If this process is killed in between, the
-                    # tracker lacks these steps, but does not contain any step twice.
+                    # Record the step before the write. If this process is killed between the two,
+                    # these steps are missing from the tracker, but no step is written twice.
                     _note(state, begun=begun)
                     tracker.write(part)
                     _note(state, done=begun)
@@ -606,7 +607,7 @@ class Trackers:
         with self._redirected:
             try:
                 self._wait()
-            finally:  # even if Ctrl-C interrupts the wait
+            finally:  # This also happens if Ctrl-C interrupts the wait.
                 GIVEN_UP.update(thread.name for thread in self._threads if thread.is_alive())
 
     def give_checkpoint(self, checkpoint: Path) -> None:
@@ -651,4 +652,4 @@ def _has(thread: _TrackerThread) -> str:
     """Describe the steps that a tracker has received, as text for messages."""
     done = read_progress(thread.state).done
     steps = "no step" if done < 0 else f"the steps up to {done:,}"
-    return f"it has {steps}; --resume adds the others"
+    return f"it has {steps}; --resume adds the missing steps"

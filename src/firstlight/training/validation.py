@@ -169,7 +169,7 @@ def _take_validation(
     preferred = run.program.preference_metrics("val")
     rows, best = f"({found.rows:,} of {found.total_rows:,} rows)", state.best_val_loss
     run.evaluation, state.val_loss = found, found.loss
-    if state.step:  # the untrained model can't be the best checkpoint
+    if state.step:  # The untrained model can't be the best checkpoint.
         state.best_val_loss = found.loss if best is None else min(best, found.loss)
     if best is not None and found.loss > best:
         rows = f"{rows}, lowest so far {best:.4f}"
@@ -296,7 +296,8 @@ def mixed_evaluation(
     total = sum(parts)
     loss = math.fsum(p * one.loss for p, one in zip(parts, found, strict=True)) / total
     # Mean bytes per token of the mix, multiplied by ln 2 because the loss is in nats. The weights
-    # can't be applied to the corpora's bits per byte, because they count tokens rather than bytes.
+    # can't be applied to the corpora's bits per byte, because the weights are fractions of the
+    # tokens, not of the bytes.
     bytes_a_bit = math.fsum(p / bits for p, bits in zip(parts, bits_a_nat, strict=True)) / total
     return Evaluation(
         loss=loss,

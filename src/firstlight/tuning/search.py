@@ -82,14 +82,14 @@ _RESERVE = 1.1
 
 @dataclass(frozen=True)
 class TuneResult:
-    """Result of `tune`: the trials of a study so far, and the files of the best trial.
+    """Result of `tune`: the trials that a study has run so far, and the files of the best trial.
 
     Attributes:
         folder: folder of the study, with study.json and trials.jsonl.
         study: searched keys, objective and length of a trial.
         trials: lines of trials.jsonl, each with "trial" (number), "values", "state" ("complete",
-            "pruned" or "failed"), "objective" (the last loss, or None for a failed trial), "step"
-            (the last evaluated step), "steps", "curve" (see `measure`), "seconds" and "message".
+            "pruned" or "failed"), "objective" (the last loss; None for a failed trial), "step" (the
+            last evaluated step), "steps", "curve" (see `measure`), "seconds" and "message".
         best: line of the best complete trial; None if no trial is complete.
         best_recipe: recipe file with the best values; None if no trial is complete.
         importance: importance of each key for the loss, as a fraction, starting with the most
@@ -118,11 +118,12 @@ def tune(
     init_from: str | None = None,
     on_trial: Callable[[Mapping[str, Any]], None] = lambda _: None,
 ) -> TuneResult:
-    """Search a recipe's keys for the lowest held-out loss. A second call continues the study.
+    """Search for values of a recipe's keys that give the lowest held-out loss. Another call with
+    the same folder continues the study.
 
     Args:
         recipe: a recipe, its values, or its file.
-        folder: folder of the study; None uses the recipe's run.dir with "-tune" appended.
+        folder: folder of the study; None to use the recipe's run.dir with "-tune" appended.
         search: keys with their values, such as "optimizer.learning_rate=1e-4..1e-2:log" or
             "batch.micro_batch_size=4,8,16". If empty, learning rates, warm-up and weight decay are
             searched around the recipe's own values.
@@ -141,7 +142,8 @@ def tune(
         ConfigError: the recipe, the search or an option is invalid, the folder has another study,
             the recipe has no held-out text, or the budget is too short.
         CheckpointError: another process is using the folder, or its files are damaged.
-        TrainingError, DataError, ModelError: the recipe with its own values does not train.
+        TrainingError, DataError, ModelError: the recipe can't be trained even with its original
+            values.
         StorageError: a file system error.
     """
     require_optuna()
@@ -149,8 +151,8 @@ def tune(
     if not isinstance(recipe, Recipe):
         recipe = parse_recipe(recipe) if isinstance(recipe, Mapping) else load_recipe(recipe)
     if init_from is None:
-        # Apply the settings of new models now: the recipe of a trial sets searched keys, and these
-        # settings apply only to recipes that set none of them.
+        # Apply the settings of new models now. They apply only to recipes that set none of their
+        # keys, but the recipe of a trial sets the searched keys.
         recipe = for_new_model(recipe, {})
     _require_options(recipe, trials, budget_minutes, trial_steps, trial_minutes=trial_minutes)
     if folder is None and recipe.run.dir is None:
@@ -317,7 +319,7 @@ def _run_trials(
     asker: Asker,
     on_trial: Callable[[Mapping[str, Any]], None],
 ) -> None:
-    """Run trials, and append their lines to `lines`, until there are `trials` lines or the time
+    """Run trials and append their lines to `lines`, until there are `trials` lines or the time
     `ends` is reached."""
     say(
         f"tune: each trial has {study.trial_steps:,} of the recipe's {study.full_steps:,} steps "
@@ -365,8 +367,8 @@ def _run_trial(
     ends: float,
     asker: Asker,
 ) -> dict[str, Any] | None:
-    """Run a trial. Return its line, or None if the trial was stopped because the budget was used
-    up."""
+    """Run a trial. Return its line for trials.jsonl, or None if the trial was stopped because the
+    budget was used up."""
     number, begun = len(lines) + 1, time.monotonic()
     curves = [line["curve"] for line in lines if line["state"] == "complete"]
     found: dict[str, Any]
@@ -377,7 +379,7 @@ def _run_trial(
             study.parsed, own, study.trial_steps, study.full_steps, seq_len=study.seq_len
         )
     except ConfigError as error:
-        # Each value is valid on its own (`require_keys`), but the combination is not.
+        # Each value is valid on its own (see `require_keys`), but the combination is not.
         found = {"error": {"type": "ConfigError", "message": str(error)}}
     else:
         place = folder / f"trial-{number:03d}"
@@ -422,7 +424,7 @@ def _result(folder: Path, study: Study, lines: Sequence[Mapping[str, Any]]) -> T
 def _best_recipe(folder: Path, study: Study, best: Mapping[str, Any], count: int) -> str:
     """Return the recipe of the full run with the best values, as YAML text.
 
-    Its run.dir is a folder inside the study's folder, because the original run.dir may already
+    Its run.dir is a folder inside the study's folder, because the recipe's run.dir may already
     contain a run.
     """
     # The first trial used the unchanged recipe, so keys that are not set must remain unset.
@@ -445,7 +447,7 @@ Asker = Callable[[Mapping[str, Any], float | None], dict[str, Any]]
 
 @contextlib.contextmanager
 def trial_processes(device: torch.device) -> Iterator[Asker]:
-    """Context manager that yields a function which runs each trial in a separate process.
+    """Context manager that yields a function. The function runs each trial in a separate process.
 
     On a CPU, the processes are forked from a process that has already imported all modules, because
     the imports take as long as a small trial.
@@ -480,8 +482,8 @@ def ask_trial(
         curves: curves of complete trials.
     """
     if place.exists():
-        # The folder was left by a killed call. If the process of its trial is still running, it
-        # fails once the folder is removed.
+        # The folder was left behind by a killed call. If the process of that trial is still
+        # running, it fails once the folder is removed.
         remove_folder(place)
     make_folder(place.parent)
     request = {
@@ -537,12 +539,12 @@ def measure(request: dict[str, Any]) -> dict[str, Any]:
     return watch.result()
 
 
-class _Done(Exception):  # noqa: N818 - no error
-    """Raised to end a run early without writing a checkpoint or a report."""
+class _Done(Exception):  # noqa: N818 - not an error
+    """Raised to end a run early, without writing a checkpoint or a report."""
 
 
 class _Trial:
-    """Recorder of the evaluations of a trial, which also decides whether the trial is pruned.
+    """Records the evaluations of a trial and decides whether the trial is pruned.
 
     Args:
         recipe: the trial's recipe.
@@ -574,7 +576,7 @@ class _Trial:
 
 
 class _Pace:
-    """Measurement of the time of the recipe's steps and evaluations.
+    """Measures how long the recipe's steps and evaluations take.
 
     Args:
         recipe: the recipe.

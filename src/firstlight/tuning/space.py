@@ -1,9 +1,9 @@
 """The search space of `firstlight tune`, and the recipe of a trial.
 
 A trial is a shortened run of the recipe. The schedule and all other values that count steps are
-scaled to the length of the trial, so that the learning rate decays to the same value as at the end
-of the full run. Values in the search space are those of the full run. All trials see the same
-number of tokens.
+scaled to the length of the trial. The learning rate therefore decays to the same value as at the
+end of the full run. The search space contains values for the full run, not for a trial. All trials
+process the same number of tokens.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from firstlight.recipe.load import changed_recipe, parse_yaml
 #: Number of evaluations in a trial. The last evaluation is at the end of the trial.
 POINTS = 6
 
-#: Sections whose keys can be searched because they affect the training result.
+#: Recipe sections whose keys can be searched. These keys affect the result of training.
 _SECTIONS = (
     "model",
     "init",
@@ -38,7 +38,8 @@ _SECTIONS = (
     "preference",
 )
 
-#: Keys that set the length of a run. They can't be searched, because longer runs are always better.
+#: Keys that set the length of a run. They can't be searched, because longer runs would always give
+#: better results.
 _LENGTHS = (
     "schedule.max_steps",
     "schedule.epochs",
@@ -57,20 +58,20 @@ _SCALED = (
     "optimizer.muon_momentum_warmup_steps",
 )
 
-#: Factor for the default ranges of learning rates and weight decay. A range extends from the
-#: recipe's value divided by this factor to the value multiplied by it.
+#: The default ranges of learning rates and weight decay extend from the recipe's value divided by
+#: this factor to the recipe's value multiplied by this factor.
 _FACTOR = 5.0
 
 #: Default range of schedule.warmup_ratio.
 _WARMUP = (0.005, 0.2)
 
-#: A value of a trial: a number from a range, or the YAML text of a choice.
+#: Value of a key in a trial: a number from a range, or one of the listed choices as YAML text.
 Value = float | int | str
 
 
 @dataclass(frozen=True)
 class SearchKey:
-    """A key of the recipe and its search space: a range, or a list of values.
+    """A recipe key and its search space, which is a range or a list of values.
 
     Attributes:
         key: `section.key`.
@@ -113,8 +114,8 @@ def parse_search(text: str) -> SearchKey:
     section = key.partition(".")[0]
     if not equals or not values:
         raise ConfigError(
-            f"--search '{text}' is not KEY=LOW..HIGH[:log] or KEY=VALUE,VALUE,...: use for "
-            "example optimizer.learning_rate=1e-4..1e-2:log"
+            f"--search '{text}' is not KEY=LOW..HIGH[:log] or KEY=VALUE,VALUE,...: use, for "
+            "example, optimizer.learning_rate=1e-4..1e-2:log"
         )
     if key not in known_keys():
         raise ConfigError(f"--search {key}: there is no such key{nearest(key, known_keys())}")
@@ -186,8 +187,9 @@ def _plain(annotation: Any) -> set[Any]:
 
 
 def default_search(recipe: Recipe) -> list[SearchKey]:
-    """Return the default search space, which consists of learning rates, weight decay and warm-up.
-    The ranges of learning rates and weight decay are around the recipe's values.
+    """Return the default search space, which contains the learning rates, the weight decay and the
+    warm-up. The ranges of the learning rates and the weight decay are centred on the recipe's
+    values.
 
     The batch size is not included, because short trials favour smaller batches than long runs.
     """
@@ -204,8 +206,8 @@ def default_search(recipe: Recipe) -> list[SearchKey]:
 
 
 def own_values(keys: Sequence[SearchKey], recipe: Recipe, warmup_ratio: float) -> dict[str, Value]:
-    """Return the recipe's own values of the searched keys, except keys that are not set and values
-    outside the search space.
+    """Return the values of the searched keys in the recipe. Keys that the recipe does not set and
+    values outside the search space are omitted.
 
     Args:
         keys: the searched keys.
@@ -237,7 +239,7 @@ def with_values(recipe: Recipe, values: Mapping[str, Value], seq_len: int) -> Re
 
     Args:
         recipe: the recipe as written by the user.
-        values: values, keyed by `section.key`; {} to keep the recipe's own values.
+        values: values, keyed by `section.key`; {} to keep the recipe's values.
         seq_len: number of tokens per sequence.
 
     Raises:
@@ -278,7 +280,7 @@ def require_keys(keys: Sequence[SearchKey], recipe: Recipe) -> None:
 
 def describe(values: Mapping[str, Value]) -> str:
     """Describe values as text, such as "optimizer.learning_rate 0.003". Return "its own values" if
-    there are no values."""
+    the mapping is empty."""
     parts = (f"{key} {show_value(value)}" for key, value in values.items())
     return ", ".join(parts) or "its own values"
 
@@ -289,7 +291,7 @@ def show_value(value: Value) -> str:
 
 
 def step_tokens(recipe: Recipe, seq_len: int) -> int:
-    """Return the number of tokens per optimizer step on one process.
+    """Return the number of tokens per optimizer step in a run with one process.
 
     Raises:
         ConfigError: the batch is not a multiple of the micro-batch.
@@ -308,7 +310,7 @@ def trial_recipe(
 
     Args:
         recipe: the recipe as written by the user.
-        values: see `with_values`.
+        values: values of the searched keys, keyed by `section.key`; see `with_values`.
         trial_steps: number of steps in a trial with the recipe's batch size.
         full_steps: number of steps in the full run with the recipe's batch size.
         seq_len: number of tokens per sequence.
@@ -331,7 +333,7 @@ def trial_recipe(
     evaluation = {"every_steps": -(-steps // POINTS), "max_rows": found.evaluation.max_rows}
     changes |= {
         "evaluation": {**evaluation, "sample_prompts": []},
-        # Don't save checkpoints, because no run continues from a trial.
+        # Don't save checkpoints, because trials are never resumed.
         "checkpoint": {"every_steps": 0, "keep_best": 0},
         "run.max_minutes": None,
         "run.trackers": [],

@@ -1,4 +1,4 @@
-"""A study of `firstlight tune`. This module contains the settings of a study, the decisions made by
+"""Studies of `firstlight tune`. This module contains the settings of a study, the parts that use
 Optuna (values of trials, pruning, importance of keys), and the results as a table and a picture.
 
 Optuna does not store any files. Its study is recreated in memory from the lines of trials.jsonl
@@ -24,20 +24,21 @@ from firstlight.tuning.space import SearchKey, Value, describe, own_values, show
 
 TRIALS_NAME = "trials.jsonl"
 
-#: Number of trials with random values before the TPE sampler uses the results.
+#: Number of trials with random values before the TPE sampler starts to use the results.
 _RANDOM_TRIALS = 8
 
 #: Minimum number of complete trials for estimating the importance of keys.
 _TRIALS_TO_WEIGH = 8
 
-#: Percentile of the losses of complete trials at the same evaluation. A trial is pruned if its
-#: lowest loss so far is above this percentile.
+#: A trial is pruned if its lowest loss so far is above this percentile of the losses of complete
+#: trials at the same evaluation.
 _KEPT_PERCENT = 75.0
 
 #: Minimum number of complete trials before any trial is pruned.
 _UNPRUNED_TRIALS = 5
 
-#: Minimum number of evaluations before a trial is pruned. This is a third of a trial.
+#: Minimum number of evaluations before a trial is pruned, which is a third of all evaluations of a
+#: trial.
 _UNPRUNED_POINTS = 2
 
 #: Number of attempts to propose a new combination of values. If all of them fail, every combination
@@ -58,7 +59,7 @@ class Study:
         full_steps: number of steps in the recipe's full run.
         warmup_ratio: warm-up steps as a fraction of `full_steps`.
         trial_steps: number of steps in a trial.
-        seconds: expected duration of a trial in seconds, including the start of its process.
+        seconds: expected duration of a trial in seconds, including process startup.
         machine: facts about the machine.
     """
 
@@ -127,7 +128,7 @@ def propose(study: Study, lines: Sequence[Mapping[str, Any]]) -> dict[str, Value
     """Propose the values of the next trial, keyed by `section.key`. Return None if all combinations
     have been tried.
 
-    The first trial uses the recipe's own values that are inside the search space.
+    The first trial uses the values in the recipe, if they are inside the search space.
     """
     if not lines:
         return own_values(study.search, study.parsed, study.warmup_ratio)
@@ -169,10 +170,10 @@ def _distributions(study: Study) -> dict[str, Any]:
 
 
 def _replayed(study: Study, lines: Sequence[Mapping[str, Any]], sampler: Any = None) -> Any:
-    """Return an Optuna study with the trials of `lines`.
+    """Return an Optuna study that contains the trials in `lines`.
 
     Raises:
-        CheckpointError: a line does not fit the search.
+        CheckpointError: a line does not match the search space.
     """
     import optuna
     from optuna.trial import TrialState, create_trial
@@ -265,7 +266,7 @@ _COLUMNS = 3
 #: Maximum number of ticks on the x axis of a panel.
 _TICKS = 5
 
-#: Length of the y axis above the best loss, as a multiple of the difference between the median loss
+#: The y axis extends above the best loss by this multiple of the difference between the median loss
 #: and the best loss. Higher losses are drawn at the upper edge.
 _SPAN = 2.5
 
@@ -346,7 +347,8 @@ def _draw_key(place: Any, key: SearchKey, lines: Sequence[Line], best: Line, *, 
         place.set_xscale("log")
         ticks = [n * 10.0**power for power in range(-12, 7) for n in (1, 2, 5)]
         ticks = [tick for tick in ticks if key.low <= tick <= key.high]
-        # Matplotlib's default tick labels overlap on an axis of one or two decades.
+        # Matplotlib's default tick labels overlap on a logarithmic axis that spans one or two
+        # decades.
         place.set_xticks(ticks[:: -(-len(ticks) // _TICKS) or 1])
         place.minorticks_off()
         place.xaxis.set_major_formatter(lambda tick, _: compact(tick))

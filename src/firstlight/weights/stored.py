@@ -278,7 +278,9 @@ def indexed_tensors(
                 raise ModelError(f"{path} contains tensor {name}, which {index_name} {where}")
             tensors[name] = tensor
     if lost := sorted(weight_map.keys() - tensors.keys()):
-        raise ModelError(f"{folder / weight_map[lost[0]]} lacks tensor {lost[0]} of {index_name}")
+        raise ModelError(
+            f"{folder / weight_map[lost[0]]} lacks tensor {lost[0]}, which {index_name} lists"
+        )
     return tensors
 
 

@@ -146,7 +146,7 @@ def _settings(path: Path, params: Any) -> Settings:
     """
     if not isinstance(params, Mapping) or not {"dim", "n_layers", "n_heads"} <= params.keys():
         raise ModelError(
-            f"{path} lacks dim, n_layers or n_heads: it does not belong to Meta's Llama"
+            f"{path} lacks dim, n_layers or n_heads: it does not belong to a Llama model from Meta"
         )
     # An unknown key that is disabled does not affect the model.
     unknown = [k for k, v in params.items() if k not in _KEYS and v not in (None, False)]

@@ -219,8 +219,8 @@ def _layout_of(path: Path, weights: Mapping[str, Any]) -> Layout:
             f"and {meta.CONFIG}"
         )
     raise ModelError(
-        f"{path} has an unknown layout (the first tensor is '{next(iter(weights))}'): supported "
-        "are GPTs of nanoGPT, GPTs and Llamas of LLMs-from-scratch, Llamas of torchtune, and "
+        f"{path} has an unknown layout (the first tensor is '{next(iter(weights))}'): firstlight "
+        "reads GPTs of nanoGPT, GPTs and Llamas of LLMs-from-scratch, Llamas of torchtune, and "
         "folders of OpenAI's GPT-2, Meta's Llama, litgpt and nanochat"
     )
 

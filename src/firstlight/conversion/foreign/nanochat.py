@@ -131,6 +131,6 @@ def _require_first_form(path: Path, weights: Mapping[str, Any], settings: Settin
     if more:
         raise ModelError(
             f"{path} is from a later nanochat version, which no Hugging Face class supports "
-            "(NanoChatForCausalLM is the model before 11 January 2026): it also has "
+            "(NanoChatForCausalLM implements the version before 11 January 2026): it also has "
             f"{', '.join(more[:_SHOWN])}; use it with nanochat"
         )

@@ -134,7 +134,7 @@ def _settings(path: Path, hparams: Any) -> Settings:
         ModelError: hparams.json lacks the number of heads.
     """
     if not isinstance(hparams, Mapping) or "n_head" not in hparams:
-        raise ModelError(f"{path} has no n_head: it does not belong to GPT-2")
+        raise ModelError(f"{path} has no n_head: it does not belong to a GPT-2 model")
     names = {"n_vocab": "vocab_size", "n_ctx": "block_size"}
     args = {names.get(str(key), str(key)): value for key, value in hparams.items()}
     found = {"layer_norm_epsilon": 1e-5, "activation_function": "gelu_new"}
@@ -210,7 +210,7 @@ def _tensor(content: Tensor, name: str, entry: _Entry) -> Tensor:
 def _entries(table: bytes) -> Iterator[tuple[str, _Entry]]:
     """Yield the name and entry of each tensor in an index."""
     if len(table) < _FOOTER or not table.endswith(_MAGIC):
-        raise _BundleError("does not end like an index")
+        raise _BundleError("does not end with the footer of an index")
     _, position = _handle(table, len(table) - _FOOTER)
     (offset, size), _ = _handle(table, position)
     header = None
@@ -252,7 +252,7 @@ def _entry(key: bytes, value: bytes) -> _Entry:
     fields: dict[int, Any] = {3: 0, 4: 0, 5: 0, 6: None, 2: b""}
     for number, content in _fields(value):
         if number == 7:
-            raise _BundleError(f"has {name} in slices, which are not supported")
+            raise _BundleError(f"stores {name} in slices, which are not supported")
         fields[number] = content
     dtype = {**_DTYPES, **_OTHER_DTYPES}.get(fields.get(1, 0))
     if dtype is None:

@@ -1,5 +1,6 @@
-"""Constants for choosing settings: layouts, shapes, the formula of the expected loss, and learning
-rates by optimizer and width. `plan --budget`, `train TEXTS` and fine-tuning all use them.
+"""Defaults for choosing a model and its training settings: model layouts and shapes, the formula
+for the expected loss, and learning rates by optimizer and width. `plan --budget`, `train TEXTS` and
+fine-tuning all use them.
 
 Unless another source is given, the constants were measured with models of 0.8 to 5 million
 parameters, trained on the source code of Python's standard library (`python -m benchmarks
@@ -17,7 +18,7 @@ from typing import Any
 from firstlight.errors import ConfigError
 from firstlight.optim.new_model import MODEL, NEW_MODEL, RATE_WIDTH
 
-#: Model layout, initial weights, optimizer and schedule of new models, by `section.key`.
+#: Settings of new models, keyed by `section.key`: layout, initial weights, optimizer and schedule.
 LAYOUT: dict[str, Any] = {
     f"{section}.{key}": value
     for section, values in {"model": MODEL, **NEW_MODEL}.items()
@@ -71,10 +72,10 @@ SIZES = {
     "xl": (1280, 20),
 }
 
-#: Vocabulary sizes by size of the text: (maximum bytes of text, vocabulary size). For 1 MB texts
-#: that are read four times in a few minutes, a vocabulary of 512 tokens gave 0.8% (Shakespeare)
-#: and 0.6% (WikiText-2) fewer bits per byte than a vocabulary of 1,024. The sizes for 1.5 to 10 MB
-#: are interpolated.
+#: Vocabulary size for each size of text, as (maximum bytes of text, vocabulary size). In runs of a
+#: few minutes that read 1 MB of text four times, a vocabulary of 512 tokens gave fewer bits per
+#: byte than a vocabulary of 1,024 tokens (0.8% fewer on Shakespeare, 0.6% fewer on WikiText-2). The
+#: sizes for 1.5 to 10 MB are interpolated.
 VOCABULARIES = (
     (1.5e6, 512),
     (3e6, 1024),
@@ -84,32 +85,33 @@ VOCABULARIES = (
     (4e9, 16384),
     (float("inf"), 32768),
 )
-#: Mean bytes of Latin text per token, by vocabulary size.
+#: Mean bytes per token of text in Latin script, by vocabulary size.
 BYTES_PER_TOKEN = {512: 1.9, 1024: 2.35, 2048: 2.8, 4096: 3.3, 8192: 3.7, 16384: 4.1, 32768: 4.4}
 
-#: Sequence lengths by width of the model: (maximum hidden_size, sequence length in tokens).
+#: Sequence length for each model width, as (maximum hidden_size, sequence length in tokens).
 SEQ_LENS = ((320, 256), (640, 512), (1 << 30, 1024))
 #: Runs of at least LONG_RUN_TOKENS tokens use sequences of at least LONG_SEQ_LEN tokens. In runs of
 #: 6.3 million tokens, a 1.9M-parameter model trained on the standard library reached 1.085 bits per
-#: byte with sequences of 512 tokens and 1.142 with sequences of 256 (1.129 and 1.168 with another
-#: seed). In runs of 3.4 million tokens, it reached 1.260 with 512 and 1.247 with 256.
+#: byte with sequences of 512 tokens and 1.142 with sequences of 256 (1.129 and 1.168 with a
+#: different seed). In runs of 3.4 million tokens, it reached 1.260 bits per byte with 512 tokens
+#: and 1.247 with 256.
 LONG_RUN_TOKENS, LONG_SEQ_LEN = 5_000_000, 512
 
 #: BATCH_TOKENS is the number of tokens per step for a run of BATCH_AT_TOKENS tokens. The number of
 #: tokens per step grows with the square root of the run's tokens, up to MOST_BATCH_TOKENS, because
 #: the gradient noise scale grows as the loss falls (McCandlish et al. 2018). In runs of 6.3 million
 #: tokens (standard library, 1.9M parameters, one run each), 4,096 tokens per step gave the same
-#: bits per byte as 2,048, and 4.2% fewer than 8,192. In runs of 3.4 million tokens, 4,096 gave 4.4%
-#: fewer bits than 2,048.
+#: bits per byte as 2,048, and 4.2% fewer than 8,192. In runs of 3.4 million tokens, 4,096 tokens
+#: per step gave 4.4% fewer bits per byte than 2,048.
 BATCH_TOKENS, BATCH_AT_TOKENS = 2048, 1_600_000
 MOST_BATCH_TOKENS = 524_288
 
-#: Tokens per forward pass that keep a device busy, by kind of device.
+#: Number of tokens per forward pass that keeps a device busy, by kind of device.
 MICRO_BATCH_TOKENS = {"cpu": 2048, "cuda": 32_768, "mps": 8192}
 
 #: Expected bits per character of held-out text:
 #:
-#:     FLOOR x^FLOOR_POWER + A / parameters^ALPHA + B / max(x, 1) / characters^BETA,
+#:     FLOOR x^FLOOR_POWER + A / parameters^ALPHA + B / max(x, 1) / characters^BETA
 #:
 #: The result is multiplied by (n-gram bits / NGRAM_BITS)^NGRAM_POWER. If xz's bits per character
 #: exceed DENSE_XZ_BITS, it is also divided by (xz's bits per character / DENSE_XZ_BITS).
@@ -141,8 +143,8 @@ NGRAM_BITS = 2.24
 NGRAM_POWER = 0.95
 LEAST_NGRAM_BITS = 0.1
 DENSE_XZ_BITS = 2.8
-#: Lowest and highest ratio of measured to expected bits. EXPECTED_RANGE covers 111 of the 116 runs
-#: on usual texts. UNUSUAL_RANGE covers 31 of the 33 runs on unusual texts, whose
+#: Ranges of the ratio of measured to expected bits, as (lowest, highest). EXPECTED_RANGE covers 111
+#: of the 116 runs on usual texts. UNUSUAL_RANGE covers 31 of the 33 runs on unusual texts, whose
 #: `law.Hardness.long_ngram_ratio` is outside USUAL_LONG_NGRAMS. Most unusual texts are tables,
 #: sorted lists and repetitive data. In the remaining runs, the ratios were 0.5 to 1.5.
 EXPECTED_RANGE, UNUSUAL_RANGE = (0.84, 1.18), (0.6, 1.3)
@@ -156,16 +158,16 @@ USUAL_LONG_NGRAMS = (0.78, 1.16)
 #: much higher. With a weight decay of 3.0, six passes gave 0.2% fewer bits than four passes (one
 #: run each).
 GOOD_EPOCHS, MOST_EPOCHS = 2.0, 4.0
-#: Number of bytes of text below which the plan warns that the text is too small for learning a
-#: language.
+#: If a text has fewer bytes than this, the plan warns that it is too small to learn a language
+#: from.
 LITTLE_TEXT = 50_000
-#: Factor for the plan's estimate of the benefit of more text: the plan reports how many fewer bits
-#: per byte are expected with a text that is this many times as long.
+#: The plan estimates the benefit of more text: it reports the expected decrease in bits per byte
+#: with this many times as much text.
 MORE_TEXT = 10.0
-#: Tolerances in the choice of the model. The plan chooses the largest model whose expected bits
-#: exceed the lowest expected bits by at most the tolerance, because the estimates for very small
-#: models are the least certain. INDIFFERENT is a fraction of the lowest bits. INDIFFERENT_SHARE is
-#: a fraction of the difference between the lowest bits and `law.least_bits`. The smaller of the two
+#: Tolerances for choosing the model. The plan chooses the largest model whose expected bits exceed
+#: the lowest expected bits by at most the tolerance, because the estimates for very small models
+#: are the least certain. INDIFFERENT is a fraction of the lowest bits. INDIFFERENT_SHARE is a
+#: fraction of the difference between the lowest bits and `law.least_bits`. The smaller of the two
 #: tolerances applies. INDIFFERENT_SHARE determines the choice of large models, where it balances
 #: parameters and tokens about as the published laws do (Hoffmann et al. 2022: 20 tokens per
 #: parameter).
@@ -179,14 +181,14 @@ MOST_PARAMETERS_A_TOKEN = 16.0
 #: model has at least REPEATED_PARAMETERS layer parameters per token of the text, the weight decay
 #: is REPEATED_WEIGHT_DECAY with Muon and REPEATED_ADAMW_DECAY with other optimizers. With fewer
 #: parameters per token, the weight decay is proportionally lower, down to WEIGHT_DECAY, because a
-#: model that is small for its text does not memorise the text.
+#: model that is small relative to its text does not memorise it.
 #:
 #: Measurements with Muon after four passes over 1 MB (Shakespeare, vocabulary of 1,024 tokens):
 #: with 7.5 parameters per token, a weight decay of 2.0 gave 0.9% fewer bits than 1.0, and 3.0 gave
-#: 0.1% fewer than 2.0; with 18 parameters per token, 2.5 gave 1.9% fewer than 1.0. After four
+#: 0.1% fewer than 2.0. With 18 parameters per token, 2.5 gave 1.9% fewer than 1.0. After four
 #: passes over the standard library with 0.25 parameters per token, 0.1 gave 5.4% fewer bits than
-#: 2.0. Values between 0.25 and 3 parameters per token are interpolated. AdamW's value was not
-#: remeasured. All results are from one run each.
+#: 2.0. Between 0.25 and 3 parameters per token, the weight decay is interpolated. AdamW's value was
+#: not remeasured. All results are from one run each.
 WEIGHT_DECAY = 0.1
 REPEATED_WEIGHT_DECAY = 2.0
 REPEATED_ADAMW_DECAY = 0.3
@@ -195,22 +197,23 @@ REPEATED_PARAMETERS = 3.0
 #: The model is chosen again if the measured speed and the speed for which it was chosen differ by
 #: more than this factor.
 OTHER_SPEED = 1.5
-#: Fraction of the available time. If a run takes less than this fraction because of its limit of
-#: passes, the plan reports that the run ends early.
+#: Fraction of the available time. If the limit on passes over the text ends a run before this
+#: fraction, the plan reports that the run ends early.
 EARLY = 0.8
 #: Expected seconds that a command spends on work other than training and preparing the text:
 #: imports, measuring the machine's speed, the first evaluation and the report. PREPARED_PER_SECOND
 #: is the number of bytes of text that are read and prepared per second. With 1.1 MB of text
-#: (Shakespeare) on 2 cores, the other work and the preparation together took 11 s.
+#: (Shakespeare) on 2 cores, this work and the preparation together took 11 s.
 OTHER_SECONDS, PREPARED_PER_SECOND = 10.0, 4e6
-#: Minimum number of bytes of text to prepare, or the entire text if it is shorter. A run that reads
+#: Minimum number of bytes of text to prepare. A shorter text is prepared in full. A run that reads
 #: more text prepares as much as it needs.
 PREPARED_BYTES = 64 << 20
-#: Usual fraction of the run's time spent on evaluations, sample texts and checkpoints together.
+#: Usual fraction of a run's time that is spent on evaluations, sample texts and checkpoints
+#: combined.
 EVALUATION_SHARE = 0.06
-#: (number of evaluations besides the one before the first step, sample texts per evaluation, tokens
-#: per sample text, maximum fraction of the run's time). The first entry whose evaluations fit in
-#: its fraction is used, or the last entry if none fit.
+#: (number of evaluations, not counting the one before the first step, sample texts per evaluation,
+#: tokens per sample text, maximum fraction of the run's time). The first entry whose evaluations
+#: fit in its fraction is used, or the last entry if none fit.
 PARTS = (
     (4, 3, 64, EVALUATION_SHARE),
     (2, 3, 64, 0.1),
@@ -219,7 +222,7 @@ PARTS = (
     (1, 1, 32, 0.1),
 )
 #: Maximum number of checkpoints of a run without a time budget, and of a run that ends early
-#: because of its limit of passes. See also `training.time_budget.save_interval`.
+#: because of its limit on passes. See also `training.time_budget.save_interval`.
 MOST_SAVES = 6
 #: Fraction of the evaluation time (`EVALUATION_SHARE` or the value in `PARTS`) that is spent on
 #: computing the validation loss.
@@ -289,7 +292,7 @@ def new_model_rates(
             this model, or to the width `tuned_width` if the user has set that key.
 
     Raises:
-        ConfigError: no rate is known for the optimizer, and none is set.
+        ConfigError: no learning rate is known for the optimizer, and the user has not set one.
     """
     # Imported here, because it imports torch, and `train TEXTS` must print its first line before
     # torch is loaded.
@@ -318,16 +321,16 @@ def new_model_rates(
 def finetuning_rate(
     name: str, hidden_size: int, given: Mapping[str, Any], *, adapters: bool
 ) -> float:
-    """Return the learning rate of fine-tuning, which is higher for narrower models.
+    """Return the learning rate for fine-tuning, which is higher for narrower models.
 
     Args:
         name: name of the optimizer.
         hidden_size: width of the model.
         given: keys of the `optimizer` section set by the user.
-        adapters: True for adapters, False for all weights.
+        adapters: True to fine-tune adapters, False to fine-tune all weights.
 
     Raises:
-        ConfigError: no rate is known for the optimizer, and none is set.
+        ConfigError: no learning rate is known for the optimizer, and the user has not set one.
     """
     if "learning_rate" in given:
         return float(given["learning_rate"])

@@ -1,5 +1,5 @@
-"""The scaling law of the expected loss, and the facts about the machine, the text and the model
-that determine the choice of a model."""
+"""Scaling law for the expected loss, and facts about the machine, the text and the model that
+determine which model is chosen."""
 
 from __future__ import annotations
 
@@ -36,15 +36,16 @@ class MachineFacts:
     Attributes:
         name: name of the device.
         kind: "cpu", "cuda" or "mps".
-        rates: (training FLOPs per token, tokens per second) of some models, smallest first.
-        usable_bytes: memory that a run may use, in bytes.
-        origin: text with the source of the rates, for the user.
+        rates: (training FLOPs per token, tokens per second) for each of several models, smallest
+            model first.
+        usable_bytes: memory that a run can use, in bytes.
+        origin: where the rates come from, as shown to the user.
         compiler: properties of torch.compile on this machine; None if torch.compile does not
             support this device.
-        steps: (training FLOPs per token, seconds of a step with few tokens) of some models,
-            smallest first. On a GPU, such a step takes as long as launching its kernels. The list
-            is empty for a CPU, on which a step with few tokens is short. Both `steps` and `rates`
-            are measured without torch.compile.
+        steps: (training FLOPs per token, seconds of a step with few tokens) for each of several
+            models, smallest model first. On a GPU, such a step takes as long as launching its
+            kernels. The list is empty for a CPU, on which a step with few tokens is short. Both
+            `steps` and `rates` are measured without torch.compile.
         is_busy: True if other programs kept the cores busy while the speed was measured.
     """
 
@@ -68,14 +69,13 @@ class MachineFacts:
     ) -> float:
         """Estimate the training speed of a model in tokens per second.
 
-        The time per token is interpolated linearly between the models of `rates` and extrapolated
-        beyond them, but is at least half the time of the smallest model. If `rates` has a single
-        model, the time is proportional to the FLOPs.
+        The time per token is interpolated linearly between the models in `rates` and extrapolated
+        beyond them, but it is never less than half the time of the smallest model. If `rates`
+        contains a single model, the time is proportional to the FLOPs.
 
         Args:
             flops: training FLOPs per token of the model.
-            step_tokens: tokens per step; by default enough to keep the device busy.
-            mode: the compilation mode of the step.
+            step_tokens: tokens per step; by default, enough to keep the device busy.
         """
         seconds = [(size, 1 / rate) for size, rate in self.rates]
         if len(seconds) == 1:
@@ -90,8 +90,9 @@ class MachineFacts:
 
 
 def _on_line(points: Sequence[tuple[float, float]], place: float) -> float:
-    """Interpolate linearly at `place` between points (place, value), which are sorted by place.
-    Beyond the first and last point, extrapolate. The slope is never negative."""
+    """Return the value at `place`, interpolated linearly between (place, value) points that are
+    sorted by place. Beyond the first and last points, the value is extrapolated. The slope is never
+    negative."""
     index = next((i for i, (one, _) in enumerate(points[1:-1], 1) if one > place), -1)
     (low, first), (high, second) = points[index - 1], points[index]
     return first + max((second - first) / (high - low), 0.0) * (place - low)
@@ -99,18 +100,19 @@ def _on_line(points: Sequence[tuple[float, float]], place: float) -> float:
 
 @dataclass(frozen=True)
 class Hardness:
-    """Measures of how hard a text is to learn.
+    """Measures of how difficult a text is to learn.
 
     Attributes:
-        xz_bits_per_byte: bits per byte of the sample's training text compressed by xz.
+        xz_bits_per_byte: size of the sample's training text when compressed with xz, in bits per
+            byte.
         ngram_bits_per_character: bits per character of an n-gram model on the sample's held-out
             text; at least `defaults.LEAST_NGRAM_BITS`. The model uses contexts of three characters
             and is trained on the sample's training text.
         long_ngram_ratio: bits per character of an n-gram model with contexts of eight characters,
             divided by `ngram_bits_per_character`.
-        held_out_xz_bits_per_byte: bits per byte of the held-out text compressed by xz; 8 if
-            unknown. Measured on the sample or, once the text is prepared, on all of the held-out
-            text.
+        held_out_xz_bits_per_byte: size of the held-out text when compressed with xz, in bits per
+            byte; 8 if unknown. Measured on the sample or, once the text is prepared, on all of the
+            held-out text.
     """
 
     xz_bits_per_byte: float
@@ -145,9 +147,9 @@ class TextFacts:
 
     @property
     def is_unusual(self) -> bool:
-        """True for text whose loss is harder to predict, because longer contexts improve an n-gram
-        model much more than usual, or even make it worse. Most of these texts are tables, sorted
-        lists and repetitive data."""
+        """True for text whose loss is hard to predict: longer contexts either improve an n-gram
+        model much more than usual or make it worse. Most text of this kind consists of tables,
+        sorted lists or repetitive data."""
         low, high = defaults.USUAL_LONG_NGRAMS
         return not low <= self.hardness.long_ngram_ratio <= high
 
@@ -159,7 +161,7 @@ def usual_intermediate_size(hidden_size: int) -> int:
 
 @dataclass(frozen=True)
 class ModelSize:
-    """The sizes of a model, which determine its parameters and FLOPs.
+    """Dimensions of a model, which determine its numbers of parameters and FLOPs.
 
     Attributes:
         hidden_size, num_hidden_layers: width and depth.
@@ -185,12 +187,13 @@ class ModelSize:
 
     @property
     def parameters(self) -> int:
-        """Number of parameters, including embedding and head, but not norms."""
+        """Number of parameters, including the embedding and the head but not the norms."""
         return self.layer_parameters + 2 * self.vocab_size * self.hidden_size
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of weights, gradients and two moments in fp32: the minimum memory of training."""
+        """Bytes of the weights, gradients and two moments in fp32, which is the minimum memory for
+        training."""
         return 16 * self.parameters
 
     @property
@@ -203,13 +206,14 @@ class ModelSize:
 
 
 def worth_of_bytes(read: float, unique: float) -> float:
-    """Return the number of bytes of new text that are worth as much as reading a text repeatedly.
+    """Return the number of bytes of new text that would be worth as much as reading the same text
+    repeatedly.
 
     Source: Muennighoff et al. 2023 (arXiv 2305.16264), equation 5.
 
     Args:
-        read: bytes that are read, including repetitions.
-        unique: bytes of the text without repetitions.
+        read: number of bytes that are read, including repetitions.
+        unique: number of bytes of the text, without repetitions.
     """
     if read <= unique:
         return read
@@ -218,12 +222,12 @@ def worth_of_bytes(read: float, unique: float) -> float:
 
 
 def expected_bits(parameters: float, read: float, text: TextFacts) -> float:
-    """Return the expected bits per byte on held-out text after training; for the formula, see
-    `defaults`.
+    """Return the expected bits per byte on held-out text after training. The formula is documented
+    in `defaults`.
 
     Args:
         parameters: number of parameters in the layers' matrices.
-        read: bytes of text that training reads, including repetitions.
+        read: bytes of text read during training, including repetitions.
         text: facts about the text.
     """
     unique = max(text.train_tokens * text.bytes_per_token, 1.0)
@@ -253,17 +257,18 @@ def vocabulary_for(text_bytes: float) -> int:
 
 
 def latin_bytes_per_token(vocab_size: int) -> float:
-    """Return the mean bytes of Latin text per token of a vocabulary of the nearest known size."""
+    """Return the mean bytes per token of text in Latin script, for the nearest known vocabulary
+    size."""
     sizes = defaults.BYTES_PER_TOKEN
     return sizes[min(sizes, key=lambda size: abs(math.log(size / vocab_size)))]
 
 
 def longer_text(text: TextFacts, factor: float, *, keeps_vocabulary: bool) -> TextFacts:
-    """Return facts about `factor` times as much of the same kind of text.
+    """Return facts about a longer text of the same kind.
 
     Args:
         text: facts about the text.
-        factor: a number above 1.
+        factor: length of the longer text as a multiple of the text's length; above 1.
         keeps_vocabulary: True to keep the text's vocabulary size; False to use the usual size for
             the longer text.
     """

@@ -1,8 +1,8 @@
-"""Choose the model that learns most within a budget, and its batch size.
+"""Choose the model that learns the most within a budget, and its batch size.
 
 A larger model learns more from each token, but sees fewer tokens in the same time. The best balance
-follows from the law of the expected loss (`law.py`) and the speed at which a model of each size
-trains on the available hardware.
+is computed from the scaling law for the expected loss (`law.py`) and from the speed at which a
+model of each size trains on the available hardware.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ if TYPE_CHECKING:
     from firstlight.models import ModelConfig
 
 #: Minimum number of steps of a run. If a run would have fewer steps, a smaller batch is used,
-#: because the warm-up and decay of the learning rate require some steps.
+#: because the warm-up and decay of the learning rate need enough steps.
 _FEWEST_STEPS = 100
 
 
 def batch_tokens(tokens: float, seq_len: int) -> int:
     """Return the number of tokens per step: a power of two that grows with the square root of the
-    run's tokens. The number is smaller if the run would otherwise have fewer than `_FEWEST_STEPS`
-    steps, but at least one sequence."""
+    run's tokens. If the run would otherwise have fewer than `_FEWEST_STEPS` steps, return a smaller
+    number, which still contains at least one sequence."""
     wanted = defaults.BATCH_TOKENS * math.sqrt(max(tokens, 1.0) / defaults.BATCH_AT_TOKENS)
     wanted = min(max(wanted, defaults.BATCH_TOKENS), defaults.MOST_BATCH_TOKENS)
     batch = 1 << round(math.log2(wanted))
@@ -73,8 +73,8 @@ def batch_and_rate(
 ) -> tuple[int, float, Compiling]:
     """Return a run's tokens per step, its tokens per second, and its fastest compilation mode.
 
-    The batch size depends on the run's tokens, the tokens on the speed, and the speed on the batch
-    size.
+    The batch size depends on the number of tokens in the run, which depends on the speed, which in
+    turn depends on the batch size. All three are therefore computed iteratively.
 
     Args:
         rate: function from (tokens per step, mode) to tokens per second.
@@ -105,7 +105,7 @@ class Trained(Protocol):
     Attributes:
         flops: training FLOPs per token.
         bits: expected bits per byte on held-out text after the run.
-        seconds: duration of the run's steps.
+        seconds: total duration of the run's steps in seconds.
         layer_parameters: number of parameters in the layers' matrices.
     """
 
@@ -174,9 +174,9 @@ class Suggestion:
             of experts.
         layer_parameters: number of active parameters in the layers' matrices.
         flops: training FLOPs per token.
-        tokens: number of tokens of the run.
+        tokens: number of tokens in the run.
         global_batch_tokens, max_steps: suggested values of these recipe keys.
-        seconds: duration at the expected speed, including compilation.
+        seconds: expected duration of the run in seconds, including compilation.
         bits: expected bits per byte on held-out text at the end of the run.
         epochs: number of passes over the available text; None if its size is unknown.
         mode: compilation mode of the run.
@@ -203,7 +203,7 @@ class Suggestion:
 
 
 def usual_text(vocab_size: int, tokens: float | None) -> TextFacts:
-    """Return facts about a text if only its number of tokens is known.
+    """Return facts about a text of which only the number of tokens is known.
 
     Args:
         vocab_size: vocabulary size of the tokenizer.
@@ -234,7 +234,7 @@ def suggest(
     """Return the best model for a budget.
 
     Args:
-        rate: see `Rate`.
+        rate: function that returns the training speed of a model; see `Rate`.
         models: candidate models, smallest first; see `model_ladder`.
         text: facts about the text.
         seq_len: sequence length in tokens.
@@ -310,7 +310,8 @@ def _with_run(
     seq_len: int,
     modes: Sequence[Compiling],
 ) -> Suggestion:
-    """Return the model with its batch and its number of steps."""
+    """Return the suggestion for a model, with its batch size, number of steps and duration filled
+    in."""
 
     def rate_of(batch: float, mode: Compiling) -> float:
         found = rate(model, batch, mode)
@@ -327,15 +328,15 @@ def _with_run(
 
 
 def _other_parameters(model: Any, config: ModelConfig) -> int:
-    """Return the number of parameters in embedding, head, norms and biases."""
+    """Return the number of parameters in the embedding, head, norms and biases."""
     tables = 1 if config.tie_word_embeddings else 2
     vectors: int = sum(p.numel() for p in model.parameters() if p.dim() < 2)
     return int(tables * config.vocab_size * config.hidden_size) + vectors
 
 
 def with_steps(found: Suggestion, steps: int, text: TextFacts) -> Suggestion:
-    """Return the suggestion with a different number of steps, and with all values that depend on it
-    except `global_batch_tokens` and `seconds`.
+    """Return the suggestion with a different number of steps. All values that depend on this number
+    are updated, except `global_batch_tokens` and `seconds`.
 
     Args:
         found: the suggestion.
@@ -352,7 +353,7 @@ def with_steps(found: Suggestion, steps: int, text: TextFacts) -> Suggestion:
     )
 
 
-#: Size keys whose values are proportional to the width.
+#: Config keys for sizes that are proportional to the width.
 _PROPORTIONAL_SIZES = (
     "intermediate_size",
     "moe_intermediate_size",
@@ -363,7 +364,7 @@ _PROPORTIONAL_SIZES = (
 
 
 def model_ladder(model: ModelConfig, *, cuts: int = 1) -> Iterator[ModelConfig]:
-    """Yield models of the same family in other sizes, smallest first.
+    """Yield models of the same family in different sizes, smallest first.
 
     All other keys keep the model's values: head dimension, tied or untied head, numbers of experts,
     and context length. MLP and expert sizes stay proportional to the width, and the number of
@@ -371,8 +372,8 @@ def model_ladder(model: ModelConfig, *, cuts: int = 1) -> Iterator[ModelConfig]:
 
     Args:
         cuts: number of processes that must share the key-value heads evenly. The number of
-            key-value heads is then the valid number nearest to the usual number, or the usual
-            number if no number is valid.
+            key-value heads is rounded to the nearest number that these processes can share. If
+            there is no such number, this requirement is ignored.
 
     Raises:
         ConfigError: the family does not support any of these sizes with the model's other keys.

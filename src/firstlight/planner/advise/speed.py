@@ -1,5 +1,4 @@
-"""The training speed of new models on a machine: timed on this machine, predicted for other
-machines."""
+"""Measure the training speed of new models on this machine, or predict it for another machine."""
 
 from __future__ import annotations
 
@@ -20,24 +19,26 @@ from firstlight.planner.plan.machine import Machine, resolve_for
 from firstlight.planner.speed.throughput import time_step
 from firstlight.recipe import Recipe, ResolvedRecipe, parse_recipe
 
-#: (hidden_size, num_hidden_layers) of the models whose speed is measured, by kind of device, and of
-#: those whose speed is predicted. _VOCABULARY is their vocabulary size.
+#: _TIMED_SHAPES contains the (hidden_size, num_hidden_layers) of the models whose speed is
+#: measured, by kind of device, and _PREDICTED_SHAPES those of the models whose speed is predicted.
+#: _VOCABULARY is the vocabulary size of all these models.
 _TIMED_SHAPES = {"cpu": ((128, 4), (320, 6)), "cuda": ((192, 4), (768, 12))}
 _PREDICTED_SHAPES = ((192, 4), (512, 8), (1024, 16))
 _VOCABULARY = 4096
 #: Tokens per measured step on a CPU. With half as many tokens, the time per token is up to 1.4
 #: times as long, because the update takes a larger share of the step.
 _TIMED_TOKENS = defaults.BATCH_TOKENS
-#: (minimum free bytes of a GPU, tokens of a measured step). In bf16, 32,768 tokens of the larger
-#: model take 22 GiB, and 8,192 take 7 GiB; other precisions take up to twice as much.
+#: (minimum free bytes of a GPU, tokens of a measured step). In bf16, a step of 32,768 tokens with
+#: the larger model takes 22 GiB, and a step of 8,192 tokens takes 7 GiB. Other precisions take up
+#: to twice as much memory.
 _TOKENS_OF_MEMORY = ((48 << 30, 32_768), (16 << 30, 8192), (6 << 30, 2048))
-#: Origins of a speed, as shown to the user.
+#: Where a speed comes from, as shown to the user.
 MEASURED, PREDICTED = "measured here", "predicted by the planner"
 
 
 def new_model_speed(machine: Machine) -> MachineFacts:
-    """Return a machine's training speed for new models: timed on this machine, predicted for other
-    machines.
+    """Return the training speed of new models, either timed on this machine or predicted for
+    another machine.
 
     Raises:
         ConfigError: the GPU's speed is not known.
@@ -61,9 +62,9 @@ def new_model_speed(machine: Machine) -> MachineFacts:
         gc.collect()
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
-    # Because of kernel launches or noise, a smaller model may be slower than a larger one. It then
-    # gets the larger model's rate, because `MachineFacts` requires rates that do not increase with
-    # size.
+    # Because of kernel launches or noise, the measured rate of a smaller model can be lower than
+    # that of a larger model. The smaller model then gets the larger model's rate, because
+    # `MachineFacts` requires rates that do not increase with size.
     rates, steps = known
     rates = [
         (flops, max(rate, *(r for _, r in rates[i:]))) for i, (flops, rate) in enumerate(rates)
@@ -90,7 +91,7 @@ def _predicted_speeds(
 def _speeds(
     machine: Machine, timed_tokens: int
 ) -> tuple[list[tuple[float, float]], list[tuple[float, float]]]:
-    """Return a machine's speed for some models.
+    """Return the training speed of several models on a machine.
 
     Args:
         timed_tokens: tokens per measured step; 0 to predict the speed.
@@ -116,8 +117,9 @@ def _speeds(
 
 
 def _timed_tokens(machine: Machine) -> int:
-    """Return the number of tokens of a measured step with many tokens. Return 0 if the speed can't
-    be measured: for another machine, for an Apple GPU, or if the GPU has too little free memory."""
+    """Return the number of tokens to use in a measured step with many tokens. Return 0 if the speed
+    can't be measured, because the machine is not this one, the device is an Apple GPU, or the GPU
+    has too little free memory."""
     kind = machine.target.kind
     if not machine.is_here or kind not in _TIMED_SHAPES:
         return 0
@@ -150,8 +152,8 @@ def _speed_recipe(shape: ModelSize, tokens: int) -> Recipe:
 
 
 def nested(values: Mapping[str, Any], more: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a copy of recipe sections (section -> key -> value) to which the values in `more`,
-    keyed by `section.key`, are added."""
+    """Return a copy of the recipe sections (section -> key -> value), with the values in `more`
+    added. The keys of `more` have the form `section.key`."""
     found = {section: dict(keys) for section, keys in values.items()}
     for name, value in more.items():
         section, _, key = name.partition(".")
@@ -160,8 +162,8 @@ def nested(values: Mapping[str, Any], more: Mapping[str, Any]) -> dict[str, Any]
 
 
 def timed_rate(recipe: ResolvedRecipe, machine: Machine) -> float:
-    """Return the tokens per second of a recipe with one micro-batch per step, timed on this
-    machine."""
+    """Time a recipe with one micro-batch per step on this machine, and return its tokens per
+    second."""
     seconds = time_step(recipe, machine.hardware).seconds(1)
     return recipe.batch.rows * recipe.data.seq_len / seconds
 

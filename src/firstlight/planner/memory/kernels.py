@@ -1,8 +1,9 @@
 """The operators that a trace counts, and the memory that the target's kernels allocate for them.
 
-A trace on fake CPU tensors sees shapes, but not the memory that a kernel allocates internally
+A trace on fake CPU tensors records shapes, but not the memory that a kernel allocates internally
 (`workspace_bytes`). Each kernel that allocates memory has a separate function with a test.
-`program.py` models the GPU kernels for which autograd saves different tensors than on a CPU.
+`program.py` models the GPU kernels with which autograd saves different tensors than it does on a
+CPU.
 """
 
 from __future__ import annotations
@@ -22,11 +23,11 @@ from firstlight.models.moe import ROWS_OF_BLOCKS
 _aten: Any = torch.ops.aten
 _firstlight: Any = torch.ops.firstlight
 
-#: (shape, dtype) of a tensor, as in an operator's key.
+#: (shape, dtype) of a tensor, as stored in an `Operator`.
 Layout = tuple[tuple[int, ...], torch.dtype]
 
-#: Operator on tensor lists -> number of lists in its inputs, which are concatenated. All lists of a
-#: call have the same length.
+#: Number of lists in the inputs of each operator on tensor lists. The inputs of a call are its
+#: lists, concatenated. All lists of a call have the same length.
 LISTS = {"_fused_adamw_": 5, "_foreach_mul_": 1, "_foreach_add_": 1, "_foreach_copy_": 2}
 
 
@@ -40,7 +41,7 @@ class Operator:
         inputs, outputs: (shape, dtype) of each tensor.
         flops: FLOPs of the operator's matrix products; 0 if it has none.
         moved_bytes: total bytes of inputs and outputs; 0 for views.
-        options: further properties of the call that affect the kernel's memory.
+        options: additional properties of the call that affect the kernel's memory.
     """
 
     name: str
@@ -53,14 +54,14 @@ class Operator:
 
     @property
     def base_name(self) -> str:
-        """The name without library and overload, such as "mm" for "aten.mm.default"."""
+        """The name without its library and overload, such as "mm" for "aten.mm.default"."""
         parts = self.name.split(".")
         return parts[1] if len(parts) > 1 else parts[0]
 
 
 @dataclass(frozen=True)
 class OperatorCount:
-    """Number of equal calls of an operator; input of the speed model.
+    """Number of identical calls of an operator, used as input for the speed model.
 
     Attributes:
         operator: the operator with its shapes and phase.
@@ -82,8 +83,8 @@ def total_bytes(layouts: Iterable[Layout]) -> int:
 
 
 def _products(query: Tensor, key: Tensor) -> int:
-    """Return the FLOPs of the product of queries and keys, both [batch, heads, tokens, head_dim],
-    divided by the head dimension."""
+    """Return the FLOPs of the product of queries and keys, both of shape [batch, heads, tokens,
+    head_dim], divided by the head dimension."""
     return 2 * query.shape[:3].numel() * key.shape[2]
 
 
@@ -103,7 +104,8 @@ _MORE_FLOPS: dict[Any, Callable[..., int]] = {
         (getattr(_aten, f"_scaled_dot_product_{name}") for name in _FUSED),
         lambda q, k, v, *_: _products(q, k) * (k.shape[3] + v.shape[3]),
     ),
-    # Five products: the recomputed scores, and the gradients of both products' factors.
+    # There are five products: one recomputes the scores, and four compute the gradients of the
+    # factors of the forward pass's two products.
     **dict.fromkeys(
         (getattr(_aten, f"_scaled_dot_product_{name}_backward") for name in _FUSED),
         lambda _, q, k, v, *__: _products(q, k) * (3 * k.shape[3] + 2 * v.shape[3]),
@@ -175,9 +177,9 @@ def cuda_target(
     """Return the target for a CUDA GPU.
 
     Args:
-        name, capability, torch_version: see `Target`.
-        context_bytes: see `Target`; None for 500 MiB, about the size observed with torch 2 and CUDA
-            12.
+        name, capability, torch_version: attributes of the target; see `Target`.
+        context_bytes: bytes that a process uses on the device before it creates a tensor; None for
+            500 MiB, about the size observed with torch 2 and CUDA 12.
     """
     context = 500 * 2**20 if context_bytes is None else context_bytes
     # Size of the cuBLAS workspace of each handle in torch's CUDABlas.cpp: 32 MiB on Hopper and
@@ -207,8 +209,8 @@ def workspace_bytes(operator: Operator, target: Target) -> int:
 def blockwise_bytes(operator: Operator) -> int:
     """Return the bytes that `models.blockwise` allocates for the heads that it computes together.
 
-    These are contiguous copies of the queries, keys and values. In the backward pass, the gradients
-    of these tensors and of the result are added.
+    These are contiguous copies of the queries, keys and values. In the backward pass, it also
+    allocates the gradients of these tensors and of the result.
 
     Queries are also stored in fp32. Keys are also stored in fp32 if the inputs are in half
     precision or the values have a different head dimension. For each block of queries, the scores
@@ -229,7 +231,7 @@ def blockwise_bytes(operator: Operator) -> int:
     held = wide * of_queries + (2 * narrow + (wide if has_wide_keys else 0)) * of_keys
     if is_backward:
         held += 2 * narrow * (of_queries + of_keys)
-    # Sinks add a column to the scores.
+    # Attention sinks add a column to the scores.
     columns = ((end - start) * (seen + has_sinks) for start, end, seen in blocks_of(new, total))
     scores = own * max(columns)
     block = min(QUERIES, new)
@@ -275,8 +277,8 @@ def attention_backward_bytes(operator: Operator, target: Target) -> int:
     """Return the bytes that the backward pass of torch's flash attention for CPUs allocates.
 
     Each thread allocates a block of scores and a block of their gradients. If the incoming gradient
-    is copied into another layout, the copy is added. In half precision, the rounded blocks and
-    oneDNN's copies are added; the size of these copies is approximate.
+    is copied into a different layout, the copy is also counted. In half precision, the rounded
+    blocks and oneDNN's copies are counted too; the size of oneDNN's copies is approximate.
     """
     (_, dtype), (shape, _), (keys, _) = operator.inputs[:3]
     queries = _query_block(shape[2])
@@ -288,8 +290,8 @@ def attention_backward_bytes(operator: Operator, target: Target) -> int:
     if dtype.itemsize < 4:
         size += target.threads * 2 * dtype.itemsize * block
         if dtype in target.tile_dtypes:
-            # These sizes were fitted to measurements: a thread's transposed scores or its block of
-            # keys, and oneDNN's descriptors.
+            # The sizes of a thread's transposed scores, of its block of keys and of oneDNN's
+            # descriptors were fitted to measurements.
             scores = queries * min(4 * keys_of_block, 640) + 128
             size += target.threads * (max(scores, 2 * keys_of_block * shape[3]) + 5124)
         else:
@@ -341,8 +343,8 @@ def _laid_out_bytes(
 
 
 def _laid_out_in_tiles_bytes(sizes: tuple[int, int, int], transposed: bool, threads: int) -> int:
-    """Return an upper bound on the bytes of matrix products in tiles, measured with one and two
-    threads.
+    """Return an upper bound on the bytes that a matrix product in tiles (AMX) allocates, based on
+    measurements with one and two threads.
 
     Each thread copies its part of the second factor into a different layout. If the first factor is
     transposed, it also copies its part of that factor. If a long inner dimension is split, partial
@@ -372,8 +374,8 @@ def experts_bytes(operator: Operator, target: Target) -> int:
     """Return the bytes that the grouped products of `models.moe` allocate on a CPU in bf16.
 
     The result of one expert's rows (in the backward pass, a gradient) is stored before it is copied
-    into the full result. oneDNN's copies of the factors are added. The calculation assumes an
-    expert with twice the mean number of rows.
+    into the full result. oneDNN's copies of the factors are also counted. The calculation assumes
+    an expert with twice the mean number of rows.
     """
     (shape, dtype) = operator.inputs[0]
     if dtype != torch.bfloat16:

@@ -113,7 +113,7 @@ def _backward(
 
 
 def _trained_parameters(model: nn.Module, *, checkpoints: bool) -> list[nn.Parameter]:
-    """Put a module in training mode, and return its trained parameters."""
+    """Put a module in training mode and return its trained parameters."""
     if checkpoints:
         enable = getattr(model, "gradient_checkpointing_enable", None)
         if enable is None:
@@ -150,8 +150,8 @@ def _opaque_layers(trace: Trace, model: nn.Module) -> Iterator[str]:
     found = sorted(name for name in names if any(part in name for part in _OPAQUE))
     if found:
         yield (
-            f"memory that libraries allocate inside {', '.join(found)} is not counted: with "
-            "convolutions and recurrent layers a step may take far more"
+            f"memory that libraries allocate inside {', '.join(found)} is not counted: a "
+            "step with convolutions or recurrent layers may take far more"
         )
 
 
@@ -172,7 +172,7 @@ def _autocast(dtype: torch.dtype | None) -> contextlib.AbstractContextManager[ob
 
 def _fake_copy(model: nn.Module) -> nn.Module:
     """Copy a module, with fake tensors in place of its tensors."""
-    # The keys are identities, so that tied parameters stay tied.
+    # The keys are object ids, so that tied parameters stay tied.
     memo: dict[int, Any] = {}
     for module in model.modules():
         # Modules also store tensors in plain attributes, which deepcopy would copy.

@@ -1,6 +1,6 @@
-"""The memory in use at each tick of a trace, the peak by part and by phase, and the bytes that
-CUDA's caching allocator reserves. `trace.py` creates the trace, and `recipe.py` predicts the memory
-of a recipe."""
+"""Compute the memory in use at each tick of a trace, the peak by part and by phase, and the bytes
+that CUDA's caching allocator reserves. `trace.py` creates the trace, and `recipe.py` predicts the
+memory of a recipe."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class PhasePeak:
 
     Attributes:
         bytes: allocated bytes.
-        parts: bytes by the names in `PARTS`.
+        parts: bytes for each name in `PARTS`.
     """
 
     bytes: int
@@ -59,15 +59,15 @@ class MemoryPrediction:
     Attributes:
         peak_bytes: peak of the allocated bytes as the allocator counts them: the value of
             `torch.cuda.max_memory_allocated` or, on a CPU, the tracked peak of real tensors.
-        phase: phase of the peak: "forward", "loss", "backward", "optimizer", ...
-        parts: bytes at the peak by the names in `PARTS`.
+        phase: phase in which the peak occurs, such as "forward", "loss", "backward" or "optimizer".
+        parts: bytes at the peak for each name in `PARTS`.
         phases: the peak of each phase.
         reserved_bytes: bytes that the allocator holds at its peak, including rounding and
             fragmentation; equal to `peak_bytes` on a CPU.
-        overhead_bytes: bytes outside the allocator: a GPU's context and libraries.
+        overhead_bytes: bytes of a GPU's context and libraries, which are outside the allocator.
         host_bytes: for a GPU, bytes of offloaded tensors in the host's memory.
         operators: counts for the last optimizer step, evaluation batch or decoding step.
-        notes: assumptions of the prediction, as text for the user.
+        notes: assumptions of the prediction, as shown to the user.
     """
 
     peak_bytes: int
@@ -165,7 +165,8 @@ class Timeline:
                 change = changes[storage.part] = np.zeros(self._ticks + 1, np.int64)
             change[min(storage.birth, self._ticks)] += size
             change[min(storage.death + 1, self._ticks)] -= size
-        # Changes are summed once for all ticks; a loop over storages and ticks would take seconds.
+        # Changes are summed once for all ticks; a loop over storages and ticks would take several
+        # seconds.
         self.parts = {part: np.cumsum(change[:-1]) for part, change in changes.items()}
         self._add_workspaces()
         self.total: Ticks = sum(self.parts.values(), np.zeros(self._ticks, np.int64))
@@ -242,8 +243,8 @@ def settle_parts(trace: Trace) -> None:
     """Set the part of each storage that was not marked.
 
     Tensors that a forward pass creates and that outlive it are saved for the backward pass. They
-    are activations, except those of the head and the loss; this also applies to a recomputed
-    forward pass. All other tensors are temporaries.
+    are activations, unless the loss function (including the head) created them. The same applies to
+    a recomputed forward pass. All other tensors are temporaries.
     """
     kept, again = (_ends(trace, spans) for spans in (trace.segments, trace.recomputations))
     for storage in trace.storages:
@@ -298,7 +299,8 @@ class _Block:
 
 
 class CachingAllocator:
-    """A model of the allocator's blocks and segments, which allocates no memory.
+    """A model of the allocator's blocks and segments. The model does not allocate any memory
+    itself.
 
     Attributes:
         reserved: bytes of all segments, which are never returned to CUDA.
@@ -369,7 +371,8 @@ def reserved_bytes(lifetimes: Iterable[tuple[int, int, int]]) -> int:
     for number, (size, birth, death) in enumerate(lifetimes):
         if size:
             events += [(birth, 1, number, size), (death + 1, 0, number, size)]
-    # Storages freed at a tick (0) come before those allocated at the next tick (1).
+    # Storages that are freed at a tick (0) come before storages that are allocated at the next tick
+    # (1).
     blocks: dict[int, _Block] = {}
     for _, makes, number, size in sorted(events):
         if makes:

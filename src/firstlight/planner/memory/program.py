@@ -1,6 +1,6 @@
-"""Hooks that tell a tracer the current phase of a running step and which tensors are weights,
-gradients and optimizer states; and the recipe that is traced instead of the real one
-(`equivalent`).
+"""Prepare a recipe and its training step for tracing. Hooks tell the tracer the current phase of a
+running step, and which tensors are weights, gradients and optimizer states. `equivalent` returns
+the recipe that is traced in place of the real one.
 
 The step is traced on CPU tensors. Stand-ins replace the kernels of a CUDA GPU, so that autograd
 saves the same tensors for the backward pass as on the GPU. Other stand-ins replace the kernels that
@@ -96,8 +96,8 @@ _SOFTMAX = {F.softmax, torch.softmax, Tensor.softmax}
 
 
 class _SoftmaxKeepingInput(torch.autograd.Function):
-    """Softmax of torch versions before 1.11, which save the entire input for the backward pass,
-    although they only need its dtype (PyTorch issue 64000)."""
+    """Softmax as implemented in torch versions before 1.11. It saves the entire input for the
+    backward pass, although only the input's dtype is needed (PyTorch issue 64000)."""
 
     @staticmethod
     def forward(ctx: Any, function: Any, scores: Tensor, args: Any, kwargs: Any) -> Any:
@@ -125,7 +125,8 @@ class CudaKernels(TorchFunctionMode):
 
     Args:
         target: a CUDA device.
-        kernel: attention kernel: "flash", "efficient", "cudnn" or "math"; None for torch's choice.
+        kernel: name of the attention kernel ("flash", "efficient", "cudnn" or "math"); None for
+            torch's choice.
         expands: True for firstlight's models, which repeat the keys and values of grouped heads if
             torch's kernels do not support groups (`models.ops`).
     """
@@ -147,7 +148,7 @@ class CudaKernels(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """Run the function as on a GPU."""
+        """Run the function as it would run on a GPU."""
         kwargs = kwargs or {}
         if func is F.scaled_dot_product_attention:
             return self._attention(*args, **kwargs)
@@ -156,7 +157,7 @@ class CudaKernels(TorchFunctionMode):
         if func is F.dropout:
             return _dropout(*args, **kwargs)
         if func is Tensor.backward:
-            # Operations that a backward pass recomputes also run as on a GPU.
+            # Operations that a backward pass recomputes also run as they would on a GPU.
             with self:
                 return _backward(*args, **kwargs)
         if torch.is_autocast_enabled("cpu"):
@@ -250,7 +251,7 @@ class CudaKernels(TorchFunctionMode):
 def kernels_of(
     target: Target, kernel: str | None = None, *, expands: bool = True
 ) -> contextlib.AbstractContextManager[object]:
-    """Return `CudaKernels` for a CUDA device, or a context without effect for a CPU."""
+    """Return `CudaKernels` for a CUDA device, or a context that does nothing for a CPU."""
     if target.kind != "cuda":
         return contextlib.nullcontext()
     return CudaKernels(target, kernel, expands=expands)
@@ -316,8 +317,9 @@ def _widened(value: Any, half: torch.dtype) -> Any:
 
 @contextlib.contextmanager
 def stubbed_compiler() -> Iterator[None]:
-    """In the context, make torch.compile generate CPU code that allocates memory through torch's
-    operators and whose kernels do nothing. Compiled functions are discarded on entry and exit."""
+    """Make torch.compile generate CPU code inside the context. The code allocates memory through
+    torch's operators, but its kernels do nothing. Compiled functions are discarded on entry and
+    exit."""
     with quiet_import():
         import torch._functorch.config as functorch_config
         import torch._inductor.async_compile as async_compile
@@ -337,7 +339,8 @@ def stubbed_compiler() -> Iterator[None]:
         replaced(guards, "_reinterpret_tensor", _reinterpret),
         # Memory is allocated by the code around the kernels, so the kernels need not be compiled.
         replaced(async_compile.AsyncCompile, "cpp_pybinding", lambda *_, **__: _nothing),
-        # Inductor would start the C++ compiler to detect the machine's vector instructions.
+        # Otherwise, inductor would start the C++ compiler to detect the machine's vector
+        # instructions.
         replaced(vector_units, "valid_vec_isa_list", list),
         # Readable code is only needed for logs and caches, which are discarded.
         replaced(torch.fx.GraphModule, "print_readable", lambda *_, **__: ""),
@@ -409,8 +412,8 @@ def _copied(module: torch.fx.GraphModule) -> torch.fx.GraphModule:
 @contextlib.contextmanager
 def without_garbage_collection() -> Iterator[None]:
     """Disable Python's cyclic garbage collector in the context. The collector would take a tenth of
-    the time, because the compiler has millions of live objects. The lifetimes of storages in a
-    trace would also depend on when the collector runs."""
+    the total time, because the compiler has millions of live objects. The lifetimes of storages in
+    a trace would also depend on when the collector runs."""
     was_on = gc.isenabled()
     gc.disable()
     try:
@@ -422,7 +425,7 @@ def without_garbage_collection() -> Iterator[None]:
 
 @contextlib.contextmanager
 def replaced(owner: Any, name: str, value: object) -> Iterator[None]:
-    """Set an attribute of `owner` to another value in the context."""
+    """Set an attribute of `owner` to a different value inside the context."""
     before = getattr(owner, name)
     setattr(owner, name, value)
     try:
@@ -447,7 +450,7 @@ def _nothing(*_: object) -> None:
 
 @contextlib.contextmanager
 def fake_tensors() -> Iterator[None]:
-    """In the context, create tensors without memory. See also `tables_put_back`."""
+    """Create all tensors without memory inside the context. See also `tables_put_back`."""
     # Real tensors, such as tables that a library created earlier, may be used inside.
     with tables_put_back(), FakeTensorMode(allow_non_fake_inputs=True):
         yield
@@ -479,8 +482,8 @@ def mark_weights(model: nn.Module, tracer: Tracer) -> None:
 
 @contextlib.contextmanager
 def optimizer_phases(tracer: Tracer) -> Iterator[None]:
-    """In the context, trace the step of every torch optimizer as the "optimizer" phase, and mark
-    its gradients and states."""
+    """Trace the step of every torch optimizer inside the context as the "optimizer" phase, and mark
+    the optimizer's gradients and states."""
     before = ["setup"]
 
     def enter(optimizer: torch.optim.Optimizer, *_: Any) -> None:
@@ -583,8 +586,8 @@ class _TracedOptimizer:
         return getattr(self._optimizer, name)
 
     def accumulate(self) -> None:
-        """See `Optimizer.accumulate`, which replaces the gradients of weights with gradients of
-        master weights."""
+        """Replace the gradients of the weights with gradients of the master weights, and mark both;
+        see `Optimizer.accumulate`."""
         self._tracer.mark((p.grad for p in self._weights), "gradients")
         self._optimizer.accumulate()
         self._tracer.mark((m.grad for m in self._masters), "gradients")
@@ -682,7 +685,7 @@ class Equivalent:
         recipe: the recipe to trace.
         kernel: attention kernel on a GPU, see `CudaKernels`; None for torch's choice.
         offloads: True if activations are offloaded to the host's memory.
-        notes: assumptions of the prediction, as text for the user.
+        notes: assumptions of the prediction, as shown to the user.
     """
 
     recipe: ResolvedRecipe
@@ -691,7 +694,7 @@ class Equivalent:
     notes: tuple[str, ...]
 
     def with_(self, recipe: ResolvedRecipe) -> Equivalent:
-        """Return the same kernels and notes with another recipe to trace."""
+        """Return the same kernels and notes with a different recipe to trace."""
         return replace(self, recipe=recipe)
 
 
@@ -703,7 +706,7 @@ def equivalent(recipe: ResolvedRecipe, target: Target) -> Equivalent:
     if target.kind == "cuda":
         kernel = config.attention if config.attention in _GPU_KERNELS else None
         # A CPU does not have these kernels. The trace uses sdpa, which `CudaKernels` replaces with
-        # the kernel.
+        # the GPU's kernel.
         if config.attention in (*_GPU_KERNELS, "flex"):
             chosen["attention"] = "sdpa"
         if config.precision == "fp8":

@@ -128,7 +128,7 @@ def _of_fsdp(
     outside the layers.
     """
     pieces = part.distributed.shard or copies_of(recipe, processes)
-    # On a CPU, the shards are in the CPU's memory in any case.
+    # On a CPU, the shards are in the CPU's memory with or without offloading.
     offloads = part.distributed.offload == "cpu" and not on_cpu
     state = 0 if offloads else 1
     in_bf16 = is_put_together_in_bf16(recipe, processes)
@@ -140,7 +140,7 @@ def _of_fsdp(
     accumulates = part.batch.accumulation(part.data.seq_len) > 1
     keeps = not part.distributed.reshard_after_forward
     kept = prediction.phases.get("forward", PhasePeak(0, {})).parts.get("activations", 0)
-    # With recomputation, the peak may be at any layer.
+    # With recomputation, the peak can occur at any layer.
     keeps_all = part.efficiency.activation_checkpointing == "none"
 
     def together(phase: str, peak: PhasePeak) -> int:
@@ -152,8 +152,8 @@ def _of_fsdp(
             is_early = keeps_all and peak.parts.get("activations", 0) > _EARLY * kept
             if is_early or part.lora is not None:
                 return whole
-            # Further memory: a layer's gradient, its fp32 copy for the reduction, and the received
-            # shard.
+            # Additional memory: a layer's gradient, its fp32 copy for the reduction, and the
+            # received shard.
             return whole + layer * (size + 4) + 4 * layer // pieces
         # One layer is gathered at a time. At the end of the forward pass, the last layer is still
         # gathered, because the backward pass begins there.
@@ -171,7 +171,8 @@ def _of_fsdp(
 
     def cut(phase: str, peak: PhasePeak) -> PhasePeak:
         if phase == "setup" and part.preference is not None:
-            # In the setup, one process computes the pairs' references with the full model.
+            # During setup, one process computes the reference log-probabilities of the pairs with
+            # the full model.
             return peak
         parts = dict(peak.parts)
         held = 4 * (outside + inside) if in_bf16 else parts.get("weights", 0)
@@ -183,7 +184,8 @@ def _of_fsdp(
         parts["communication"] = parts.get("communication", 0) + together(phase, peak)
         return _sum(parts)
 
-    host = 16 * (outside + inside) // pieces if offloads else 0  # weights, gradients, two moments
+    # The state consists of the weights, the gradients and two moments.
+    host = 16 * (outside + inside) // pieces if offloads else 0
     return with_peaks(prediction, cut, host)
 
 
@@ -249,9 +251,11 @@ class _ZeRO:
     def _held_by_stages_1_and_2(
         self, states: int, largest: int
     ) -> tuple[dict[str, int], dict[str, int]]:
-        """Return the bytes that are always on the device, and those moved to the CPU's memory."""
+        """Return the number of bytes that are always on the device and the number of bytes that are
+        moved to the CPU's memory."""
         if not self.offloads:
-            # The update has a copy of the weights' shard, even if the weights are already in fp32.
+            # The update makes a copy of the weights' shard, even if the weights are already in
+            # fp32.
             return {"weights": self.whole + self.shard, "optimizer_states": states}, {}
         # Updated weights are moved through one buffer, and gradients through two (one on the GPU
         # and one on the CPU). Each buffer is as large as the largest parameter. Stage 2 sums the
@@ -265,11 +269,12 @@ class _ZeRO:
         return {"weights": self.whole, "communication": largest}, moved
 
     def _held_by_stage_3(self, states: int, _: int) -> tuple[dict[str, int], dict[str, int]]:
-        """Return the bytes that are always on the device, and those moved to the CPU's memory."""
+        """Return the number of bytes that are always on the device and the number of bytes that are
+        moved to the CPU's memory."""
         # The bucket and a buffer for the gradients' shard exist during the entire run. Small
         # parameters stay gathered.
         buffers = {"communication": self.bucket + self.small}
-        # The update has a copy of the weights' shard, even if the weights are already in fp32.
+        # The update makes a copy of the weights' shard, even if the weights are already in fp32.
         weights = {"weights": 2 * self.shard}
         if self.offloads:
             # A second buffer of gradients exists at the same time as the update's copy of the
@@ -304,8 +309,8 @@ class _ZeRO:
         if phase in ("clipping", "optimizer"):
             if self.offloads:
                 return {}
-            # The gradients' shard is copied into one tensor for the update, in stage 3 in addition
-            # to the existing buffer of the shard.
+            # For the update, the shard of the gradients is copied into one tensor. In stage 3, the
+            # shard's existing buffer stays allocated as well.
             copies = 1 if self.stage == 3 or phase == "clipping" else 2
             return {"gradients": self.shard * copies}
         if _is_backward(phase):
@@ -335,7 +340,7 @@ class _ZeRO:
     def _stages_1_and_2_backward(self, late: bool) -> dict[str, int]:
         summed = self._summed()
         if not late:
-            # The bucket is created when the first gradient, which is the head's, is available.
+            # The bucket is created when the first gradient, that of the head, is available.
             return {"gradients": summed + self.table, "communication": self.bucket}
         if self.stage == 1 and not self.overlaps:
             # All gradients exist before the first is copied into the bucket.
@@ -469,8 +474,9 @@ def copies_of(recipe: Recipe, processes: int) -> int:
 def with_own_tables(
     prediction: MemoryPrediction, recipe: ResolvedRecipe, part: ResolvedRecipe
 ) -> MemoryPrediction:
-    """Return the prediction of a part with one process's real share of the embedding and the head.
-    With a pipeline, use the stage that needs the most memory, either the first or the last.
+    """Correct the prediction for a part so that it contains one process's actual share of the
+    embedding and the head. With a pipeline, use the stage that needs the most memory, either the
+    first or the last.
 
     Args:
         prediction: memory of the part.
@@ -512,11 +518,12 @@ def with_own_tables(
 def _share_elsewhere(
     part: ResolvedRecipe, pieces: int, *, head: bool = False, table: bool = False
 ) -> float:
-    """Return the fraction of a part's parameters that other processes have.
+    """Return the fraction of a part's parameters that are stored on other processes.
 
     Args:
         part: the recipe returned by `own_part`.
-        pieces: number of shards of head and embedding; 0 if other processes have all of them.
+        pieces: number of shards of the head and the embedding; 0 if all of them are on other
+            processes.
         head: True if the head is sharded.
         table: True if the embedding is sharded. An embedding that is tied to the head is counted
             once.
@@ -527,7 +534,7 @@ def _share_elsewhere(
         *([model.embedding.weight] if table else []),
     ]
     elsewhere = 0
-    # The number of rows is rounded up, as in the first process, which has the most.
+    # The number of rows is rounded up, as for the first process, which stores the most rows.
     for p in {id(p): p for p in weights}.values():
         own = -(-len(p) // pieces) if pieces else 0
         elsewhere += (len(p) - own) * (p.numel() // len(p))
@@ -556,8 +563,8 @@ def with_peaks(
     changed: Callable[[str, PhasePeak], PhasePeak],
     host_bytes: int = 0,
 ) -> MemoryPrediction:
-    """Return the prediction with the peak of every phase replaced, and with `host_bytes` more bytes
-    in the host's memory."""
+    """Return the prediction with the peak of every phase replaced, and with `host_bytes` added to
+    its bytes in the host's memory."""
     phases = {name: changed(name, peak) for name, peak in prediction.phases.items()}
     phases = {name: peak for name, peak in phases.items() if peak.bytes}
     phase = max(phases, key=lambda name: phases[name].bytes)

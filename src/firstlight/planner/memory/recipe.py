@@ -86,7 +86,7 @@ def run_jobs(
 
     Args:
         jobs: jobs to run, longest first.
-        workers: processes that trace; None traces in this process.
+        workers: processes that trace the jobs; None to trace in this process.
     """
     calls = [call for job in jobs for call in job.calls]
     found = iter(list((workers or WorkerProcesses()).map(_call, calls)))
@@ -122,7 +122,8 @@ def training_job(recipe: ResolvedRecipe, target: Target | None = None) -> TraceJ
     config = planned.recipe.efficiency
     if config.compile and not config.compile_regional:
         return _compiled_job(planned, target)
-    # Compiling takes seconds per layer, so a compiled model is never traced with all of its layers.
+    # Compiling takes several seconds per layer, so a compiled model is never traced with all of its
+    # layers.
     recipes, join = _in_parts(planned.recipe, 0 if config.compile else _FULLY_TRACED)
     return TraceJob(tuple((_train, planned.with_(one), target) for one in recipes), join)
 
@@ -154,7 +155,7 @@ def evaluation_job(
     batch has the recipe's micro-batch size and row length, and the optimizer's state is in memory.
 
     Args:
-        recipe, target: see `training_job`.
+        recipe, target: the resolved recipe and the device for which to predict; see `training_job`.
         samples: True to add a second phase for the recipe's sample texts, which a run generates
             during an evaluation.
 
@@ -205,8 +206,8 @@ def _sample(program: TrainingProgram, tracer: Tracer) -> None:
     """Trace the generation of a sample text: the pass over the longest prompt, and the last token
     with a full key-value cache."""
     config, context = program.recipe.evaluation, program.model.config.max_position_embeddings
-    # A prompt has at most as many tokens as characters; an empty prompt is replaced by one end
-    # token.
+    # A prompt has at most as many tokens as characters; an empty prompt is replaced by a single
+    # end-of-text token.
     prompt = min(max(map(len, (*config.sample_prompts, "x"))), context // 2 or 1)
     longest = min(prompt + config.sample_tokens, context)
     decoder = BatchDecoder(program.model, 1, longest)
@@ -228,9 +229,9 @@ def _train(planned: Equivalent, target: Target, stretches: int = 2) -> MemoryPre
 
 
 def _compiled_without_kernels(recipe: ResolvedRecipe) -> contextlib.AbstractContextManager[object]:
-    """Return a context without real compiled kernels for a step whose model or update is compiled.
-    Real kernels would crash, because they would read addresses that fake tensors do not have.
-    torchao's optimizer compiles its update itself."""
+    """Return a context in which a step whose model or update is compiled runs without real compiled
+    kernels. Real kernels would crash, because they would read addresses that fake tensors do not
+    have. torchao's optimizer compiles its update itself."""
     compiles = recipe.efficiency.compile or compiles_update(recipe.optimizer)
     return stubbed_compiler() if compiles else contextlib.nullcontext()
 
@@ -288,7 +289,7 @@ def _train_graphs(planned: Equivalent, target: Target) -> MemoryPrediction:
 
 
 def _two_steps(tracer: Tracer, program: TrainingProgram, batch: Batch) -> int:
-    """Trace two optimizer steps; return the first tick of the second."""
+    """Trace two optimizer steps, and return the first tick of the second step."""
     if program.recipe.efficiency.compile:
         with tracer.paused():
             _compile(program, batch)
@@ -308,7 +309,8 @@ def _micro_batches(program: TrainingProgram, batch: Batch) -> list[Batch]:
 
 @contextlib.contextmanager
 def _traced(planned: Equivalent, target: Target) -> Iterator[tuple[Tracer, TrainingProgram, Batch]]:
-    """Trace everything in the context. Yield the tracer, the recipe's program, and a batch."""
+    """Trace everything that runs in the context. Yield the tracer, the recipe's program, and a
+    batch."""
     recipe, tracer = planned.recipe, Tracer()
     lists = (lambda _: spec.LIST_VALUES) if target.kind == "cuda" else spec.list_values
     with (
@@ -399,16 +401,16 @@ class _Pairs(Batch):
 
 # Predicting the memory of a deep model from the memory of the same model with few layers
 #
-# If all layers are alike, each layer adds the same amount: the bytes at a given point of a step are
-# a linear function of the number of layers. With more layers, however, the peak may move to another
-# point: early in the backward pass, when all activations are in memory, or late in it, when all
-# gradients are in memory. Each section of the step is therefore extrapolated separately, and the
-# largest result is used.
+# If all layers are alike, each layer adds the same amount of memory. The bytes in memory at a given
+# point of a step are therefore a linear function of the number of layers. With more layers,
+# however, the peak may move to a different point: early in the backward pass, when all activations
+# are in memory, or late in it, when all gradients are in memory. Each section of the step is
+# therefore extrapolated separately, and the largest result is used.
 #
-# Compiling a model with one more layer costs seconds. However, the memory that a layer adds is
-# known before inductor fuses operators: the tensors saved for the backward pass, and the gradients.
-# For a compiled model, the line therefore starts at a shallow model that is compiled completely,
-# and its slope is computed from the graphs.
+# Compiling a model with one more layer takes several seconds. However, the memory that a layer adds
+# is known before inductor fuses operators: the tensors saved for the backward pass, and the
+# gradients. For a compiled model, the line therefore starts at a shallow model that is compiled
+# completely, and its slope is computed from the graphs.
 
 #: Number of layers of the shallower of the two traced models; the other has one more layer.
 _FEW = 2
@@ -445,7 +447,8 @@ def in_fewer_layers(recipe: ResolvedRecipe) -> tuple[list[ResolvedRecipe], Join]
     depth = recipe.model.num_hidden_layers
     if depth <= _FEW + 1 or not are_alike(recipe.model):
         return [recipe], lambda found: merged(found[0])
-    # Two shallow models determine the line, whose slope is the memory added per layer.
+    # Memory grows linearly with the number of layers. Two shallow models determine the line, whose
+    # slope is the memory added per layer.
     steps = depth - _FEW - 1
     return (
         [with_layers(recipe, count) for count in (_FEW + 1, _FEW)],
@@ -462,9 +465,9 @@ def few_compiled_layers(
         recipe: the resolved recipe.
 
     Returns:
-        The recipe with few layers, the recipe with one more layer, and the number of layers that
-        the original recipe has in addition to the few. None if the layers are not alike, or if the
-        original recipe does not have more layers than the second.
+        The recipe with few layers, the recipe with one more layer, and the number of layers by
+        which the original recipe exceeds the first of them. None if the layers are not alike, or if
+        the original recipe does not have more layers than the second of them.
     """
     depth = recipe.model.num_hidden_layers
     few = _FEW_COMPILED[recipe.efficiency.activation_checkpointing]
@@ -594,8 +597,9 @@ def _with_phases(
 
 
 def padded_logits_bytes(recipe: ResolvedRecipe, target: Target) -> int:
-    """Return the bytes of the padded copy of the logits' gradient that a fully compiled step makes
-    on a GPU, or 0 if the rows of the logits are multiples of 16 bytes.
+    """Return the size in bytes of the padded copy of the logits' gradient that a fully compiled
+    step makes on a GPU. Return 0 if the rows of the logits are multiples of 16 bytes, because no
+    copy is made.
 
     Inductor pads an operand of a matrix product (`pad_mm`) if its rows are not multiples of 16
     bytes. On an H100, a step of GPT-2 with 50,257 logits needed exactly this many bytes more than
@@ -636,7 +640,7 @@ def merged(prediction: MemoryPrediction) -> MemoryPrediction:
 def are_alike(config: ModelConfig) -> bool:
     """Return True if all layers attend to the same number of tokens, and all or none have
     experts."""
-    # GPT-2 may scale the scores of each layer by a different number, which does not need memory.
+    # GPT-2 can scale the scores of each layer by a different factor, which does not affect memory.
     kinds = {
         (replace(config.attention_spec(i), scale=None), config.has_experts(i))
         for i in range(config.num_hidden_layers)

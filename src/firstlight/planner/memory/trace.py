@@ -37,8 +37,9 @@ _COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
 #: Value of `death` for a storage that is alive at the end of the trace.
 ALIVE = 2**62
 
-#: Values that are returned when code reads a number from a fake tensor, which has no data. The key
-#: is True for floating-point dtypes. The values are small and finite.
+#: Values that are returned when code reads a number from a fake tensor, which has no data. The
+#: value with key True is for floating-point dtypes, and the value with key False is for all other
+#: dtypes. Both values are small and finite.
 _READ_VALUES = {True: 0.5, False: 1}
 
 
@@ -47,7 +48,7 @@ class Storage:
     """The memory of a tensor and its views.
 
     Attributes:
-        size: bytes.
+        size: size in bytes.
         birth, death: first and last tick at which the storage is alive.
         phase: phase in which it was created; "" before the first phase.
         part: kind of the storage's content, one of `prediction.PARTS`; "" until it is known.
@@ -74,7 +75,7 @@ class Trace:
         segments: (first tick, last tick) of each forward pass that autograd records.
         recomputations: (first tick, last tick) of each forward pass that a backward pass repeats.
         host_bytes: peak bytes that were moved from the device to the host's memory.
-        notes: assumptions of the prediction, as text for the user.
+        notes: assumptions of the prediction, as shown to the user.
     """
 
     storages: list[Storage] = field(default_factory=list)
@@ -123,7 +124,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
     # Phases and parts
 
     def enter_phase(self, name: str) -> None:
-        """Start a phase: the following operators belong to it."""
+        """Start a phase, to which all subsequent operators belong."""
         if name == self._phase:
             return
         names = self.trace.phase_names
@@ -204,7 +205,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """Run the operator, and record it."""
+        """Run the operator and record it."""
         kwargs = kwargs or {}
         if self._is_paused:
             return func(*args, **kwargs)
@@ -216,7 +217,8 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if any(is_traceable_wrapper_subclass(kind) for kind in types if kind is not FakeTensor):
             # The subclass's own code runs first, and calls operators on its inner tensors.
             return NotImplemented
-        # Autograd decomposes composite operators. If it is not active, they arrive here undivided.
+        # Autograd decomposes composite operators. If autograd is not active, these operators reach
+        # this mode undecomposed.
         if (torch.is_inference_mode_enabled() or self._is_inside) and _is_composite(func):
             # `func.decompose` is not used, because its Python code makes copies in some operators
             # that the kernel does not make.
@@ -262,7 +264,8 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         inputs = tuple((t.shape, t.dtype) for t in _tensors_in((args, kwargs)))
         outputs = tuple((t.shape, t.dtype) for t in _tensors_in(result))
         options = _options(func, args)
-        # Equal calls share one entry: a step of hundreds of layers has few distinct calls.
+        # Identical calls share one entry, because even a step with hundreds of layers has few
+        # distinct calls.
         key = (func, self._phase_index, inputs, outputs, options)
         index = self._keys.get(key)
         if index is None:
@@ -379,7 +382,7 @@ def _options(func: Any, args: tuple[Any, ...]) -> str:
 
 _ATTENTION_BACKWARD = _aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 
-#: Matrix products, and the index of their first factor among the arguments.
+#: Index of the first factor among the arguments of each matrix product.
 _PRODUCTS = {
     _aten.mm.default: 0,
     _aten.mm.out: 0,

@@ -1,2 +1,2 @@
-"""Plans for a machine: estimates of candidate settings, the search for the best settings, and
-budgets."""
+"""Plan runs for a machine: estimate candidate settings, search for the best settings, and suggest a
+model for a budget."""

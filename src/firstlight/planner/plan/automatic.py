@@ -28,7 +28,8 @@ from firstlight.recipe import Recipe, ResolvedRecipe, parse_recipe, parse_resolv
 from firstlight.training.forecast import Forecast
 from firstlight.training.micro_batch_trials import Trial, try_rows
 
-#: Changes that `advice` tries, in this order. Each change saves memory of activations or logits.
+#: Changes that `advice` tries, in this order. Each change reduces the memory of activations or
+#: logits.
 _ADVICE = ("chunked loss", "activation checkpointing, selective", "activation checkpointing, full")
 
 _GIB = 2**30
@@ -41,13 +42,15 @@ def forecast_run(recipe: ResolvedRecipe, hardware: Hardware, processes: int) -> 
         return None
     found = estimate(recipe, machine)
     if machine.gpu is None and recipe.schedule.max_minutes is not None:
-        # The warm-up is a fraction of the number of steps that fit in the time budget.
+        # The speed is needed because the warm-up is a fraction of the number of steps that fit in
+        # the time budget.
         found = Estimator().timed(found, machine)
     return forecast_from(found)
 
 
 def forecast_from(found: Estimate) -> Forecast | None:
-    """Return an estimate as a run's forecast, or None if its memory is unknown."""
+    """Convert an estimate to the forecast of a run. Return None if the estimate's memory is
+    unknown."""
     if not found.phases:
         return None
     phase, peak = found.peak
@@ -62,7 +65,8 @@ def forecast_from(found: Estimate) -> Forecast | None:
 
 
 def measure(request: dict[str, Any]) -> dict[str, Any]:
-    """Return the requested forecast, advice or plan; see `hardware.fresh_process`."""
+    """Return the forecast, advice or plan that the request specifies. See `hardware.fresh_process`,
+    which calls this function in a separate process."""
     hardware = find_hardware(request["device"])
     if request["what"] == "plan":
         return _plan(parse_recipe(request["recipe"]), hardware, request["init_from"])
@@ -85,7 +89,7 @@ def advice(recipe: ResolvedRecipe, hardware: Hardware, processes: int) -> str | 
     peak, own = first.training, first.tokens_per_second
     largest = sorted(peak.parts.items(), key=lambda part: -part[1])[:3]
     filled = ", ".join(f"{part.replace('_', ' ')} {size / _GIB:.1f}" for part, size in largest)
-    text = f"in the {peak.phase}, {peak.peak_bytes / _GIB:.1f} GiB are needed: {filled}"
+    text = f"the peak in the {peak.phase} is {peak.peak_bytes / _GIB:.1f} GiB ({filled})"
     known = dict(methods(recipe, machine))
     tried = estimator.estimate_all(
         [
@@ -115,7 +119,8 @@ def _rate(one: Estimate) -> float:
 
 def _this_machine(hardware: Hardware, processes: int) -> Machine | None:
     machine = find_machine()
-    # If the run uses another kind of device than the planner detects, a forecast would be wrong.
+    # If the run uses a different kind of device than the planner detects, a forecast would be
+    # wrong.
     if machine.target.kind != hardware.device.type:
         return None
     return dataclasses.replace(machine, count=processes)
@@ -137,7 +142,7 @@ def planned_elsewhere(
     counted as memory of the run.
 
     Args:
-        recipe, hardware, tell, init_from: see `planned_recipe`.
+        recipe, hardware, tell, init_from: arguments of `planned_recipe`.
 
     Raises:
         ConfigError: see `planned_recipe`.
@@ -164,7 +169,7 @@ def planned_recipe(
     recipe: Recipe, hardware: Hardware, tell: Callable[[str], None], init_from: str | None = None
 ) -> Recipe:
     """Return the recipe with the settings of the best plan for this machine. A trial of two steps
-    confirms that they fit in memory.
+    confirms that these settings fit in memory.
 
     Args:
         recipe: the recipe as written.
@@ -173,12 +178,12 @@ def planned_recipe(
         init_from: folder of the initial model.
 
     Raises:
-        ConfigError: the recipe can't be planned, or no settings fit. In the second case, the
-            message names the nearest settings that would fit.
+        ConfigError: the recipe can't be planned, or no settings fit. If no settings fit, the
+            message names the nearest settings that would.
     """
     machine = _this_machine(hardware, 1)
     if machine is None:
-        raise ConfigError(f"--plan auto can't plan for run.device {hardware.device}: remove it")
+        raise ConfigError(f"--plan auto does not support run.device {hardware.device}: remove it")
     resolved = open_micro_batch(resolve_for(recipe, machine, init_from))
     if resolved.preference is not None:
         raise ConfigError("--plan auto does not support preference pairs: remove it")
@@ -188,7 +193,7 @@ def planned_recipe(
     best = best_estimate(resolved, machine)
     if best is None:
         names = [one.name for one in nearest_estimates(resolved, machine)]
-        nearest = f"; what would: {', '.join(names)}" if names else ""
+        nearest = f"; these would fit: {', '.join(names)}" if names else ""
         raise ConfigError(f"none of the plan's candidates fits into this machine's memory{nearest}")
     found = _corrected(best, machine, hardware, tell)
     # With `init_from`, the config of the model and the settings of an adapter are read from that
@@ -241,8 +246,8 @@ def _corrected(
 
 
 def _try(recipe: ResolvedRecipe, machine: Machine, hardware: Hardware, size: int) -> Trial | None:
-    """Run two steps of the recipe's global batch in micro-batches of `size` sequences. Return None
-    if memory ran out."""
+    """Run two steps with the recipe's global batch, split into micro-batches of `size` sequences.
+    Return None if memory ran out."""
     try:
         return try_rows(_cut(recipe, machine, size), hardware, size)
     except FirstlightError as error:

@@ -43,7 +43,7 @@ from firstlight.recipe.conflicts import require_combination
 from firstlight.recipe.resolve import attention_backend, open_compile_modes
 
 #: Once an `Estimator` has timed steps for _TIMING_SECONDS, it stops timing candidates. Once it has
-#: timed steps for _METHODS_SECONDS, it stops timing the methods of the table.
+#: timed steps for _METHODS_SECONDS, it stops timing the methods in the plan's table of methods.
 _TIMING_SECONDS, _METHODS_SECONDS = 60.0, 30.0
 
 #: Duration of a run, in minutes, above which the ten seconds for tracing its compiled step are
@@ -55,16 +55,16 @@ _GIB = 2**30
 
 @dataclass(frozen=True)
 class Candidate:
-    """Settings that a run could have.
+    """Candidate settings for a run.
 
     Attributes:
         recipe: the resolved recipe.
         machine: the machine to run on.
-        name: short description, as text for the user.
+        name: short description, as shown to the user.
         changes: recipe keys (`section.key`) that the candidate sets, and their values.
         evaluates: True to include the memory of evaluations.
-        compiles: True to predict the memory of the compiled step if the recipe compiles, which
-            takes at least ten seconds; False to predict the memory of the step without
+        compiles: True to predict the memory of the compiled step if the recipe compiles (this
+            prediction takes at least ten seconds); False to predict the memory of the step without
             torch.compile.
     """
 
@@ -81,20 +81,20 @@ class Estimate:
     """Estimated memory and speed of one candidate, or the reason why it is invalid.
 
     Attributes:
-        name, changes: see `Candidate`.
+        name, changes: attributes of the candidate; see `Candidate`.
         recipe: the recipe with `changes` applied; without them if they are invalid.
-        training, evaluation: predicted memory per device of training, and of an evaluation with its
-            sample texts; see `in_a_run`.
+        training, evaluation: predicted memory per device during training, and during an evaluation
+            with its sample texts; see `in_a_run`.
         speed: training speed, predicted for a GPU in the table or timed on this machine; None if
             unknown.
-        usable_bytes: memory per device that a run may use, in bytes.
+        usable_bytes: memory per device that a run can use, in bytes.
         problem: the reason why the candidate is invalid; "" if it is valid.
         is_bound: True if `training` is the memory of the step without torch.compile, which is
             usually an upper bound for the compiled step.
         compile_gain: predicted speed of a compiled recipe relative to the speed without
             torch.compile; 1 if unknown.
-        traced: prediction with the operators of one process's step, from which `speed` is
-            predicted; None after `speed` was predicted.
+        traced: prediction for one process's step, including the operators from which `speed` is
+            computed. It is set to None once `speed` has been computed.
     """
 
     name: str
@@ -111,13 +111,13 @@ class Estimate:
 
     @property
     def phases(self) -> dict[str, PhasePeak]:
-        """Peak of the tensors' bytes in each phase of the run, by name."""
+        """Peak memory of the tensors in each phase of the run, keyed by the phase's name."""
         found = [prediction.phases for prediction in (self.training, self.evaluation) if prediction]
         return {name: peak for phases in found for name, peak in phases.items()}
 
     @property
     def peak(self) -> tuple[str, PhasePeak]:
-        """Name of the phase with the highest peak, and the peak."""
+        """Name of the phase with the highest peak, and the memory in use at this peak."""
         return max(self.phases.items(), key=lambda phase: phase[1].bytes)
 
     @property
@@ -132,8 +132,8 @@ class Estimate:
 
     @property
     def may_fit_compiled(self) -> bool:
-        """True if the candidate could fit with torch.compile. This is judged by the memory that
-        does not depend on compilation: that of evaluations, and that of weights, gradients and
+        """True if the candidate could fit with torch.compile. Only the memory that does not depend
+        on compilation is considered: the memory of evaluations, and the weights, gradients and
         optimizer states during the update."""
         if not self.is_bound or self.training is None:
             return False
@@ -145,7 +145,7 @@ class Estimate:
 
     @property
     def tokens_per_second(self) -> Range | None:
-        """Speed of all devices together; None if unknown."""
+        """Combined speed of all devices; None if unknown."""
         return None if self.speed is None else self.speed.tokens_per_second
 
     def to_json(self) -> dict[str, Any]:
@@ -169,7 +169,7 @@ class Estimator:
     """Estimates the memory and speed of candidates.
 
     Args:
-        workers: processes that trace; None traces in this process.
+        workers: processes that trace the candidates; None to trace in this process.
         tell: called with a message about each estimate.
     """
 
@@ -184,11 +184,12 @@ class Estimator:
         self._timing_seconds = 0.0
 
     def estimate(self, candidate: Candidate) -> Estimate:
-        """Return the estimate for one candidate, without a speed for a CPU (see `timed`)."""
+        """Return the estimate for one candidate. For a CPU, the estimate has no speed, which
+        `timed` adds."""
         return self._with_speed(_memory_estimate(candidate, self._workers), candidate)
 
     def estimate_all(self, candidates: Sequence[Candidate]) -> Iterator[Estimate]:
-        """Yield the estimates for several candidates in the given order, each as soon as it is
+        """Yield the estimates for several candidates in the given order, each as soon as it becomes
         available. For each estimate, call `tell` with the candidate's name."""
         traced = self._workers.map(_memory_estimate, [(candidate,) for candidate in candidates])
         for estimate, candidate in zip(traced, candidates, strict=True):
@@ -212,14 +213,14 @@ class Estimator:
                 gain = plain.step_seconds.expected / speed.step_seconds.expected
         except FirstlightError as error:
             return dataclasses.replace(estimate, problem=str(error))
-        # Estimates are kept until the plan is shown, so their thousands of operators are discarded
-        # here.
+        # Estimates stay in memory until the plan is shown, so their thousands of operators are
+        # discarded here.
         return dataclasses.replace(estimate, speed=speed, compile_gain=gain, traced=None)
 
     def timed(
         self, estimate: Estimate, machine: Machine, most_seconds: float = _TIMING_SECONDS
     ) -> Estimate:
-        """Return the estimate with the speed of timed steps.
+        """Return the estimate with its speed measured by timing steps.
 
         The estimate is returned unchanged if it does not fit, if it is not for a single device of
         this machine, or if timing has already taken more than `most_seconds`. The workers must be
@@ -305,8 +306,8 @@ def _memory_estimate(candidate: Candidate, workers: WorkerProcesses | None = Non
     except FirstlightError as error:
         return Estimate(*known, recipe, usable_bytes=machine.usable_bytes, problem=str(error))
     except RuntimeError as error:
-        # The step can't be compiled, which the run itself will report: estimate it without
-        # torch.compile.
+        # The step can't be compiled. The run itself will report the error, so the step is estimated
+        # without torch.compile.
         if not (candidate.compiles and is_compile_failure(error)):
             raise
         return _memory_estimate(dataclasses.replace(candidate, compiles=False), workers)
@@ -327,9 +328,9 @@ def in_a_run(
     recipe: ResolvedRecipe,
     machine: Machine,
 ) -> tuple[MemoryPrediction, MemoryPrediction | None]:
-    """Add the memory that a run needs outside of steps and evaluations to their predictions. The
-    returned evaluation also has a "save" phase and, if checkpoints are averaged, an "averaging"
-    phase.
+    """Return the predictions for training and evaluation, with the memory added that a run needs
+    outside of steps and evaluations. The prediction for evaluation also gets a "save" phase and, if
+    checkpoints are averaged, an "averaging" phase.
 
     On a CPU, a checkpoint that is written in the background needs a copy of the state, whose memory
     stays allocated after the first save. With a GPU, this copy is in the host's memory.
@@ -341,7 +342,7 @@ def in_a_run(
     """
     engine = engine_of(recipe, machine.count)
     if evaluation is not None and engine.keeps_buckets:
-        # DDP's buckets, which are as large as all gradients, stay allocated between steps.
+        # DDP's buckets, which together are as large as the gradients, stay allocated between steps.
         buckets = max(peak.parts.get("gradients", 0) for peak in training.phases.values())
         evaluation = with_peaks(evaluation, lambda _, peak: _with(peak, gradients=buckets))
     if machine.target.kind != "cpu":
@@ -361,8 +362,8 @@ def in_a_run(
     elif engine.shards_state:
         # The main process writes the shards of all processes.
         copied *= copies_of(recipe, machine.count)
-    # The same condition as in `CheckpointSaver`: a checkpoint is written in the background if the
-    # copy fits in half of the memory that is free at the first save.
+    # The same condition as in `CheckpointSaver`: a checkpoint is written in the background if a
+    # copy of the state fits in half of the memory that is free at the first save.
     asynchronous = recipe.checkpoint.asynchronous
     if asynchronous is None:
         asynchronous = 2 * copied <= machine.usable_bytes - sum(state.values())
@@ -379,8 +380,8 @@ def in_a_run(
         name: _with(peak, checkpoint_copy=copy) for name, peak in evaluation.phases.items()
     } | {"save": _with(PhasePeak(0, state), checkpoint_copy=copied + gathered)}
     if recipe.checkpoint.average_last:
-        # The averaged weights are evaluated before they are written. At that time, the copies of
-        # checkpoints have been freed.
+        # The averaged weights are evaluated before they are written. At that time, the copies made
+        # for checkpoints have already been freed.
         averaged = 4 * count_parameters(meta_model(recipe.model)).total
         phases["averaging"] = _with(between, averaged_weights=averaged)
     return training, with_peaks(dataclasses.replace(evaluation, phases=phases), lambda _, p: p)
@@ -390,21 +391,22 @@ def _copied_bytes(state: Mapping[str, int], recipe: ResolvedRecipe) -> int:
     """Return the bytes of the state in a checkpoint: fp32 weights and moments."""
     weights, states = state.get("weights", 0), state.get("optimizer_states", 0)
     if recipe.lora is not None:
-        # Only adapters are saved: two moments, and weights that are half as large as the moments.
+        # Only the adapters are saved: their two moments, and their weights, which are half as large
+        # as the moments.
         return states + states // 2
     # The optimizer's states include the master weights; the bf16 weights are not saved.
     return states if recipe.efficiency.precision == "bf16_params" else weights + states
 
 
 def _with(peak: PhasePeak, **more: int) -> PhasePeak:
-    """Return the peak with some of its parts replaced; a part of 0 bytes is left unchanged."""
+    """Return the peak with some of its parts set to new sizes. Sizes of 0 are ignored."""
     parts = peak.parts | {name: size for name, size in more.items() if size}
     return PhasePeak(sum(parts.values()), parts)
 
 
 def sequences_per_step(recipe: ResolvedRecipe, machine: Machine) -> int:
-    """Return the number of sequences per optimizer step of each group of devices that shares one
-    copy of the model."""
+    """Return the number of sequences that each group of devices sharing one copy of the model
+    processes per optimizer step."""
     tokens = recipe.batch.global_batch_tokens
     if tokens is not None:
         return max(tokens // recipe.data.seq_len // copies_of(recipe, machine.count), 1)
@@ -486,7 +488,7 @@ def methods(  # noqa: C901 - a flat list: one independent case per method
 
 
 def other_optimizer(recipe: ResolvedRecipe, name: str) -> dict[str, Any]:
-    """Return the changes that set another optimizer and turn off options that it does not
+    """Return the changes that select a different optimizer and turn off options that it does not
     support."""
     off = {"embeddings_in_32_bits": None, "cautious_weight_decay": False, "tuned_width": None}
     own, has = recipe.optimizer, OPTIMIZERS[name].options
@@ -500,8 +502,8 @@ def without_average(recipe: ResolvedRecipe) -> dict[str, Any]:
 
 
 def _with_precision(recipe: ResolvedRecipe, machine: Machine, precision: str) -> dict[str, Any]:
-    """Return the changes that set the precision. If the attention backend was chosen by precision,
-    the changes also set the backend."""
+    """Return the changes that set the precision. If the attention backend was chosen based on the
+    precision, the changes also set the backend."""
     config = recipe.efficiency
     seq_len = recipe.data.seq_len
     facts = facts_of(recipe, machine)
@@ -545,7 +547,7 @@ def reasons_for(
         why = "the whole step in one pass"
     else:
         more = "more may not fit" if config.compile else "more does not fit"
-        why = "more gain nothing" if needed < 0.6 * usable else more
+        why = "more would not be faster" if needed < 0.6 * usable else more
     reasons["batch.micro_batch_size"] = f"{needed:.1f} of {usable:.1f} GiB; {why}"
     saves = "" if first.fits else " (as it stands, the recipe does not fit)"
     if "efficiency.activation_checkpointing" in best.changes:
@@ -584,15 +586,15 @@ def _precision(precision: str, machine: Machine) -> str:
     if gpu is None:
         return f"{precision} matrix products are faster here"
     factor = gpu.peak_flops(precision) / gpu.fp32
-    share = f"{factor:.0f} times fp32's rate of matrix products on this GPU"
+    share = f"{factor:.0f} times the fp32 rate of matrix products on this GPU"
     return f"{share}, which does not support bf16" if precision == "fp16" else share
 
 
 # The search for the fastest candidate that fits or, if no candidate fits, for settings that would
 # fit
 
-#: Changes to try so that a step fits in memory or can use larger micro-batches. Changes that reduce
-#: the speed least come first.
+#: Changes to try to make a step fit in memory or to allow larger micro-batches. The changes that
+#: reduce the speed the least come first.
 _SAVINGS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("as it stands", {}),
     ("chunked loss", {"efficiency.loss_chunk_tokens": 1024}),
@@ -617,7 +619,7 @@ _SAVINGS: tuple[tuple[str, dict[str, Any]], ...] = (
     ),
 )
 
-#: LoRA settings to try if nothing fits, and changes that are made to all fallback settings.
+#: LoRA settings to try if nothing fits, and changes that are applied to all fallback settings.
 _LORA: dict[str, Any] = {"rank": 16, "alpha": 32.0}
 _LEAST: dict[str, Any] = {
     "batch.micro_batch_size": 1,
@@ -685,22 +687,23 @@ def _fastest(
         estimator: the estimator to use.
         looked_at: dictionary to which each candidate's estimate is added by name, with the largest
             micro-batch that fits.
-        compiles: see `Candidate`.
+        compiles: True to predict the memory of compiled steps; see `Candidate`.
         hopeless: names of candidates to skip.
     """
     found: list[Estimate] = []
     tried: list[dict[str, Any]] = []
     for name, changes in _SAVINGS:
         wanted = {key: value for key, value in changes.items() if not _has(recipe, key, value)}
-        # Changes that the recipe already has are dropped, so the rest may be the same as for an
-        # earlier candidate.
+        # Changes that the recipe already contains are dropped, so the remaining changes can be
+        # identical to those of an earlier candidate.
         if wanted in tried:
             continue
         tried.append(wanted)
         if name in hopeless:
             continue
         if "optimizer.name" in wanted and (found or recipe.optimizer.name != "adamw"):
-            # Another optimizer changes the result, so it replaces AdamW only if nothing else fits.
+            # A different optimizer changes the result of training, so it replaces AdamW only if
+            # nothing else fits.
             continue
         if "optimizer.name" in wanted:
             wanted |= other_optimizer(recipe, wanted["optimizer.name"])
@@ -754,7 +757,8 @@ def largest_that_fits(
     seq_len = recipe.data.seq_len
     for size in sizes[:-2]:
         expected = first.needed_bytes + slope * (size - sizes[-1])
-        # More than twice the tokens that keep the device busy would not be faster.
+        # A micro-batch with more than twice the number of tokens that keeps the device busy would
+        # not be faster.
         if expected > machine.usable_bytes or size * seq_len > 2 * busy:
             continue
         one = estimator.estimate(asked(size))
@@ -766,8 +770,8 @@ def largest_that_fits(
 def open_micro_batch(resolved: ResolvedRecipe) -> ResolvedRecipe:
     """Return the recipe with the same global batch, but without a fixed number of micro-batches.
 
-    Without `global_batch_tokens`, the micro-batches of the recipe determine the step, so the recipe
-    is returned unchanged.
+    Without `global_batch_tokens`, the micro-batches of the recipe determine the size of a step, so
+    the recipe is returned unchanged.
     """
     if resolved.batch.global_batch_tokens is None:
         return resolved
@@ -821,7 +825,8 @@ def _is_busy(one: Estimate, machine: Machine) -> bool:
 
 
 def _rate(one: Estimate) -> float:
-    """Return the expected tokens/s, or the micro-batch size if the speed is unknown."""
+    """Return the value by which candidates are ranked: the expected tokens/s, or the micro-batch
+    size if the speed is unknown."""
     if one.tokens_per_second is not None:
         return one.tokens_per_second.expected
     return float(one.recipe.batch.micro_batch_size)
@@ -830,9 +835,9 @@ def _rate(one: Estimate) -> float:
 def nearest_estimates(
     recipe: ResolvedRecipe, machine: Machine, estimator: Estimator | None = None
 ) -> list[Estimate]:
-    """Return alternatives that fit, for a recipe without a fitting candidate: LoRA, LoRA with 4-bit
-    weights, offloading to the CPU, and more devices. All alternatives use a micro-batch of one
-    sequence and full activation checkpointing.
+    """Return alternatives that fit in memory when no candidate for the recipe fits: LoRA, LoRA with
+    4-bit weights, offloading to the CPU, and more devices. All alternatives use a micro-batch of
+    one sequence and full activation checkpointing.
 
     Args:
         recipe: the resolved recipe.

@@ -60,10 +60,9 @@ class Machine:
         name: the device's name.
         count: number of devices.
         memory_bytes: bytes of memory of each device.
-        usable_bytes: bytes of memory of each device that a run may use.
+        usable_bytes: bytes of memory of each device that a run can use.
         target: the device whose kernels and allocator are modelled.
-        gpu: the GPU with its rates; None for a CPU, and for a GPU of which only the memory is
-            known.
+        gpu: the GPU with its rates; None for a CPU, or if only the GPU's memory is known.
         precision: the precision that "auto" resolves to: "bf16", "fp16" or "fp32".
         is_here: True for the machine that this process runs on.
     """
@@ -135,8 +134,8 @@ def find_machine(
 
     Args:
         gpu: name of a GPU; None for this machine's GPU or, if it has none, its CPU.
-        memory_bytes: bytes of each GPU. They replace the table's value or, without `gpu`, describe
-            a GPU of unknown speed.
+        memory_bytes: bytes of each GPU. This value replaces the value in the GPU table or, without
+            `gpu`, describes a GPU of unknown speed.
         count: number of GPUs.
         device: `run.device` of a run on this machine.
 
@@ -177,7 +176,7 @@ def find_machine(
 
 
 def parse_bytes(text: str) -> int:
-    """Return the number of bytes of a size such as "24GiB", "24 GB" or "24000 MiB". A size without
+    """Parse a size such as "24GiB", "24 GB" or "24000 MiB", and return it in bytes. A size without
     a unit is in bytes.
 
     Raises:
@@ -202,7 +201,7 @@ def _known(gpu: GPU, memory_bytes: int | None, count: int) -> Machine:
 def _context_bytes(gpu: GPU) -> int | None:
     """Return the bytes of GPU memory that a process uses outside torch's allocator. If the value
     was not measured for this GPU type, return the H100's value for a GPU of the same capability,
-    because it loads the same kernels, and None for other GPUs."""
+    because it loads the same kernels. Otherwise, return None."""
     found = measured_gpu(gpu)
     if found is None and gpu.capability == GPUS["H100"].capability:
         found = measured_gpu(GPUS["H100"])
@@ -233,7 +232,8 @@ def _gpu_machine(
 
 
 def with_changes(recipe: ResolvedRecipe, changes: Mapping[str, Any]) -> ResolvedRecipe:
-    """Set some keys (`section.key`) of a recipe. The name of a section sets the entire section.
+    """Return the recipe with some keys changed. A key is either `section.key` or the name of a
+    section, which replaces the entire section.
 
     Raises:
         ConfigError: a value is invalid.
@@ -273,7 +273,7 @@ def facts_of(recipe: Recipe, machine: Machine, start: ModelConfig | None = None)
     """Return the facts needed to resolve the recipe on the machine.
 
     Args:
-        recipe, machine: see `resolve_for`.
+        recipe, machine: the recipe as written and the machine to run on.
         start: config of the model to start from; None for the recipe's new model.
 
     Raises:
@@ -283,7 +283,7 @@ def facts_of(recipe: Recipe, machine: Machine, start: ModelConfig | None = None)
     """
     kind = recipe.data.kind or _prepared_kind(recipe)
     if kind is not None:
-        # Preference pairs are planned without the model from which a run starts.
+        # A plan for preference pairs does not require the model from which the run will start.
         require_fitting_data(recipe, kind, from_weights=True)
     known: dict[str, Any] = {
         "processes": copies_of(recipe, machine.count),
@@ -295,8 +295,7 @@ def facts_of(recipe: Recipe, machine: Machine, start: ModelConfig | None = None)
     if machine.is_here or machine.target.kind == "cpu":
         return facts_here(machine.hardware, **known)
     gpu = machine.gpu
-    # If the rates are unknown (None), `resolve` makes its usual choice, because it can't compare
-    # them.
+    # If the rates are unknown (None), `resolve` can't compare them and makes its usual choice.
     rates = {} if gpu is None else {torch.bfloat16: gpu.bf16, torch.float16: gpu.fp16}
     return Facts(
         machine.target.kind,
@@ -389,7 +388,7 @@ class PlannedRun:
 
     Attributes:
         schedule: resolved schedule, as `train` computes it.
-        batch: number of sequences of each optimizer step, on all devices together.
+        batch: number of sequences per optimizer step, summed over all devices.
         tokens: tokens of the whole run.
         epochs: passes over the training split; None if the data is not on this machine.
     """

@@ -99,7 +99,7 @@ class Plan:
         run: length of the recipe's run; None if it depends on data that is not on this machine.
         best: fastest candidate that fits; None if no candidate fits or if there was no search.
         reasons: reason for each key that `best` resolves or changes.
-        methods: estimates of the recipe with one more method each; see `method_table`.
+        methods: estimates for the recipe with one additional method each; see `method_table`.
         nearest: changed settings that would fit, if no candidate fits.
         budget: time or tokens to train with, and the price.
         warnings: warnings about model sizes that are slow on this machine.
@@ -264,7 +264,7 @@ def _notes(written: Recipe, machine: Machine) -> list[str]:
     CPU, because other programs may use the cores only temporarily."""
     notes = []
     if machine.is_here and machine.target.kind == "cpu" and cores_are_busy():
-        notes.append("other programs keep this machine busy: it may be faster than measured")
+        notes.append("other programs are using this CPU: it may be faster than measured")
     lengths = (epoch_tokens(written), written.schedule.max_steps, written.schedule.max_minutes)
     if written.efficiency.compile == "auto" and lengths == (None, None, None):
         notes.append(
@@ -404,7 +404,7 @@ def _for_budget(
         reached = estimate.tokens_per_second.expected
         factor = reached / expected
         is_same = max(factor, 1 / factor) < defaults.OTHER_SPEED or found.config in seen
-        # With a token budget, the speed only changes the duration.
+        # With a token budget, the speed affects only the duration.
         if budget.seconds is None or is_same:
             break
         seen.append(found.config)
@@ -465,7 +465,7 @@ def _suggested_recipe(plan: Plan, found: Suggestion, written: Recipe) -> Resolve
     optimizer = optimizer_of_width(recipe, written, found.config.hidden_size)
     schedule = _kept_schedule(plan)
     if recipe.schedule.initial_learning_rate is not None:
-        # The warm-up starts at the same fraction of the peak.
+        # The learning rate at the start of the warm-up stays the same fraction of the peak rate.
         ratio = optimizer.learning_rate / recipe.optimizer.learning_rate
         schedule["initial_learning_rate"] = ratio * recipe.schedule.initial_learning_rate
     efficiency = recipe.efficiency
@@ -489,8 +489,9 @@ def _suggested_recipe(plan: Plan, found: Suggestion, written: Recipe) -> Resolve
 def optimizer_of_width(
     recipe: ResolvedRecipe, written: Recipe, hidden_size: int
 ) -> OptimizerConfig:
-    """Return the recipe's optimizer with learning rates for a model of this width: the recipe's
-    rates converted to this width or, if the recipe does not set them, the rates of new models."""
+    """Return the recipe's optimizer with learning rates for a model of this width. If the recipe
+    sets learning rates, they are converted to this width. Otherwise, the rates of new models are
+    used."""
     optimizer, given = recipe.optimizer, written.optimizer.model_fields_set
     # Muon's learning rates for new models were measured together with initial weights and betas
     # that only a recipe without an optimizer section gets.
@@ -527,7 +528,7 @@ def _kept_schedule(plan: Plan) -> dict[str, Any]:
     def share(steps: int) -> float:
         assert run is not None
         # The fraction is rounded down, so that two fractions never add up to more than 1. It is not
-        # rounded down to 0, so that a single step of a long run remains a step.
+        # rounded down to 0, so that a single step of a long run remains at least one step.
         return min(max(math.floor(1e5 * steps / run.max_steps), 1) / 1e5, 1.0)
 
     if config.warmup_steps or config.warmup_tokens:
@@ -645,19 +646,19 @@ def alignment_warnings(
         }.get(key, f"set it to {aligned:,}")
         name = f"a width of {size:,} inside the model" if key is None else f"model.{key} {size:,}"
         misaligned = any(other % _PACKET for shape in own for other in shape if other != size)
-        together = ", with the other sizes aligned as well" if misaligned else ""
+        together = " if the other sizes are aligned too" if misaligned else ""
         yield (
             f"{name} is not a multiple of {_PACKET}, and {share:.0%} of the matrix products use "
-            f"it: {advice}, {origin} {gain:.2f} times the speed of a step{together}"
+            f"it: {advice} ({origin} {gain:.2f} times the speed of a step{together})"
         )
 
 
 def _measured_gain(
     device: torch.device, dtype: torch.dtype, inner: int, size: int, *, aligned: int
 ) -> float:
-    """Return the time of a linear layer's products (see `_product_seconds`) with `size`, relative
-    to the time with `aligned`. The result is the median over several rounds, which measure both
-    sizes in turn."""
+    """Return the time of a linear layer's products (see `_product_seconds`) with size `size`,
+    divided by the time with size `aligned`. The result is the median over several rounds, each of
+    which measures both sizes."""
     # With a large vocabulary, use fewer tokens to keep planning fast.
     fitting = int(_PRODUCT_SIZE / (inner * aligned)) // _PACKET * _PACKET
     tokens = min(max(fitting, _LEAST_TOKENS), _MOST_TOKENS)

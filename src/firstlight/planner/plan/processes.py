@@ -37,7 +37,8 @@ T = TypeVar("T")
 #: result before it can choose the next candidate.
 _COUNT = 2
 
-#: Seconds that workers have to exit by themselves. Python takes a few tenths of a second to exit.
+#: Number of seconds that workers have to exit on their own. Python takes a few tenths of a second
+#: to exit.
 _ENDING_SECONDS = 1.0
 
 #: Modules that are imported by the process from which workers are forked.
@@ -60,7 +61,7 @@ class WorkerProcesses:
 
     def __init__(self, start: Callable[[], Mapping[Connection, BaseProcess]] = dict) -> None:
         self._start = start
-        #: Busy worker -> number of the call that it runs.
+        #: Number of the call that each busy worker is running.
         self._busy: dict[Connection, int] = {}
         self._calls = 0
 
@@ -121,7 +122,7 @@ class WorkerProcesses:
             return TrainingError(_KILLED)
         return TrainingError(
             f"a process that traced the model {_ending(code)}: a library used by the recipe's "
-            "methods crashed, so nothing can be predicted for them (a run starts without a "
+            "methods crashed, so nothing can be predicted for them (training starts without a "
             "prediction)"
         )
 
@@ -129,14 +130,14 @@ class WorkerProcesses:
 @contextlib.contextmanager
 def started() -> Iterator[WorkerProcesses]:
     """Start worker processes, which import modules at the same time as this process. The workers
-    are ended on exit from the context, even after an exception."""
+    are stopped when the context exits, even after an exception."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
     # Only the fork server is started here, because starting a worker would wait for the server's
     # imports.
     #
-    # When a worker is killed, its semaphores are removed by the resource tracker, with a warning
-    # that is useless to the user.
+    # When a worker is killed, its semaphores are removed by the resource tracker, which shows a
+    # warning that is useless to the user.
     before = os.environ.get("PYTHONWARNINGS")
     quiet = "ignore:resource_tracker:UserWarning"
     os.environ["PYTHONWARNINGS"] = quiet if before is None else f"{before},{quiet}"
@@ -154,7 +155,7 @@ def started() -> Iterator[WorkerProcesses]:
             process = context.Process(target=_work, args=(there,), daemon=True)
             process.start()
             # The process is added only after it was started, because a process whose start was
-            # interrupted by a signal can't be joined. If such a process runs nevertheless, it exits
+            # interrupted by a signal can't be joined. If such a process is running anyway, it exits
             # when this end of its pipe is closed.
             processes[here] = process
             # This copy of the worker's end is closed, so that the pipe is closed when the worker
@@ -167,7 +168,7 @@ def started() -> Iterator[WorkerProcesses]:
     finally:
         for end in processes:
             end.close()
-        # An idle worker cleans up and exits by itself. A worker that is still busy is killed.
+        # An idle worker cleans up and exits on its own. A worker that is still busy is killed.
         end_by = time.monotonic() + _ENDING_SECONDS
         try:
             for process in processes.values():
@@ -192,8 +193,8 @@ def _work(end: Connection) -> None:
     with contextlib.suppress(EOFError, OSError):
         while True:
             function, arguments = end.recv()
-            # Free the garbage of the last call only now, so that sending its result was not
-            # delayed.
+            # Collect the garbage of the previous call only after its result has been sent, so that
+            # sending is not delayed.
             gc.collect(0)
             try:
                 answer = (True, function(*arguments))
@@ -221,7 +222,7 @@ _MOST_SECONDS = 90.0
 
 class RunForecaster:
     """Context manager that predicts runs on this machine in a separate process; see
-    `training.forecast.Forecaster`. The process is ended on exit."""
+    `training.forecast.Forecaster`. The process is stopped when the context exits."""
 
     def __init__(self) -> None:
         self._processes: list[subprocess.Popen[str]] = []
@@ -241,7 +242,7 @@ class RunForecaster:
         )
 
     def forecast(self, recipe: Recipe, hardware: Hardware, processes: int) -> Forecast | None:
-        """See `Forecaster`.
+        """Return the forecast of a run; see `Forecaster.forecast`.
 
         Raises:
             TrainingError: the process failed, or took too long.
@@ -255,7 +256,7 @@ class RunForecaster:
         return Forecast(**{**found, "tokens_per_second": tuple(rates) if rates else None})
 
     def advise(self, recipe: Recipe, hardware: Hardware, processes: int) -> str | None:
-        """See `Forecaster`.
+        """Return advice for a run that ran out of memory; see `Forecaster.advise`.
 
         Raises:
             TrainingError: the process failed, or took too long.
@@ -264,7 +265,8 @@ class RunForecaster:
         return None if found is None else str(found)
 
     def _ask(self, what: str, recipe: Recipe, hardware: Hardware, processes: int) -> Any:
-        """Send a request and return the response as JSON values. The process is then ended."""
+        """Send a request, stop the process once it has responded, and return the response as JSON
+        values."""
         request = {
             "what": what,
             "recipe": recipe.model_dump(mode="json"),

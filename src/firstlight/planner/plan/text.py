@@ -94,15 +94,14 @@ _PRECISIONS = {
 
 
 def precision_text(recipe: ResolvedRecipe) -> str:
-    """Return text for the precision of a resolved recipe, with ", compiled" appended if it
+    """Describe the precision of a resolved recipe, with ", compiled" appended if the recipe
     compiles."""
     name = recipe.efficiency.precision
     return f"{_PRECISIONS.get(name, name)}{', compiled' if recipe.efficiency.compile else ''}"
 
 
 def in_words(one: Estimate) -> str:
-    """Return text for an estimate's memory and, if it fits and its speed is known, for its
-    speed."""
+    """Describe an estimate's memory and, if the estimate fits and its speed is known, its speed."""
     if one.problem:
         return one.problem
     fits = "fits" if one.fits else "may not fit" if one.may_fit_compiled else "DOES NOT FIT"
@@ -126,7 +125,8 @@ def _between_steps(one: Estimate) -> str:
 
 
 def memory_table(one: Estimate) -> Table:
-    """Return a table of memory by part, for training and for the largest phase between steps."""
+    """Return a table of memory by part, for training and for the phase between steps that takes the
+    most memory."""
     columns = [
         (name, p)
         for name, p in (("training", one.training), (_between_steps(one), one.evaluation))
@@ -242,7 +242,7 @@ def _suggestion(plan: Plan) -> Iterator[str]:
     else:
         yield (
             f"    expected {low:.2f} to {high:.2f} bits per byte of held-out text that is as hard "
-            "as English prose or source code"
+            "to predict as English prose or source code"
         )
     if found.epochs is not None:
         epochs = counted(found.epochs, "epoch", ".2g")
@@ -261,14 +261,14 @@ def _suggestion(plan: Plan) -> Iterator[str]:
 
 
 def _limit(plan: Plan, epochs: float) -> str:
-    """Return the reason why the run does not make more passes over the text, as the end of a
-    sentence. Return "" if the budget is the only reason."""
+    """Explain why the run does not make more passes over the text, as the end of a sentence. Return
+    "" if the budget is the only reason."""
     # The comparison is not exact, because a run has a whole number of steps.
     if plan.budget.seconds is None or epochs < 0.9 * largest_epochs(plan.recipe):
         return ""
     if plan.recipe.schedule.epochs:
         return ", the limit of schedule.epochs"
-    return ": more epochs would help little or overfit, and more text would help much"
+    return ": more epochs would help little or cause overfitting; more text would help a lot"
 
 
 def _written(value: Any) -> str:

@@ -9,7 +9,7 @@ which is given as a range:
 - flash attention: 0.35 to 0.70 forward, 0.30 to 0.60 backward. FlashAttention-2 (Dao 2023) measured
   50-73% forward and up to 63% backward on A100; FlashAttention-3 (Shah et al. 2024) reports
   35-40% for FlashAttention-2 on H100;
-- memory-bound kernels: 0.70 to 0.92 of the memory bandwidth, which programs like STREAM reach;
+- memory-bound kernels: 0.70 to 0.92 of the memory bandwidth, as in benchmarks such as STREAM;
 - every kernel: at least 2 to 6 microseconds, and 4 to 16 microseconds to launch it from Python.
   Launches take no additional time as long as the GPU is busy.
 
@@ -22,7 +22,7 @@ For GPU types that `python -m benchmarks gpu` has measured (an H100), fitted con
 (`measured_gpus.json`) replace these fractions. Other types use the H100's constants, scaled by the
 fraction of the data sheet's rate that each type reaches in large products (`assumed_shares`). The
 order of two GPUs therefore follows from their data sheets, and does not depend on which of them was
-measured. The ranges of types that were not measured stay as wide as above, which is wide enough to
+measured. For types that were not measured, the ranges are as wide as above. This is wide enough to
 include two published speeds of GPT-2 124M in compiled bf16 on an A100 with 40 GB:
 
 - 135 ms for 12 x 1024 tokens (nanoGPT's README);
@@ -143,7 +143,7 @@ def is_masked(operator: Operator) -> bool:
 
 @dataclass(frozen=True)
 class MatrixProduct:
-    """A matrix product: `batch` times [m, k] x [k, n].
+    """A batch of `batch` matrix products of shapes [m, k] x [k, n].
 
     Attributes:
         added: True if a bias or another matrix is added.
@@ -182,9 +182,9 @@ def product_of(operator: Operator) -> MatrixProduct:
     return MatrixProduct(1, math.prod(first[:-1]), n, k, dtype=dtype, added=added)
 
 
-#: In-place operator on lists -> memory traffic as a multiple of the bytes of its inputs. A trace
-#: does not contain the results of these operators. AdamW reads four tensors and writes three of
-#: them, all except the gradient.
+#: Memory traffic of each in-place operator on lists, as a multiple of the bytes of its inputs. A
+#: trace does not contain the results of these operators. AdamW reads four tensors and writes three
+#: of them, all except the gradient.
 _LIST_TRAFFIC = {
     "_fused_adamw_": 7 / 4,
     "_fused_adam_": 7 / 4,
@@ -212,7 +212,8 @@ def streamed_bytes(operator: Operator) -> float:
     if name == "nll_loss_forward":
         return float(total_bytes(operator.inputs[1:]))
     if name in ("nll_loss_backward", "embedding_dense_backward"):
-        # The full gradient is set to zero. For nll_loss, all other traffic is negligible.
+        # These operators first set the full gradient to zero. For nll_loss, all other traffic is
+        # negligible.
         return float(
             total_bytes(operator.outputs) + 2 * total_bytes(operator.inputs[:1])
             if name.startswith("emb")
@@ -292,7 +293,7 @@ class Shares:
             intercepts, as a multiple of `launch_seconds`.
         update_launches: host time of one call of a torch optimizer, as a multiple of
             `launch_seconds`.
-        source: origin of these figures, as text for the user.
+        source: where these figures come from, as shown to the user.
     """
 
     products: Range = field(default_factory=lambda: Range(0.45, 0.65, 0.85))
@@ -309,7 +310,7 @@ class Shares:
     misaligned: Range = field(default_factory=lambda: Range(0.15, 0.25, 0.50))
     dispatch_launches: float = 2.4
     update_launches: float = 30.0
-    source: str = "derived from the data sheet and a measured H100, not measured itself"
+    source: str = "derived from the data sheet and measurements of an H100, not measured"
 
 
 DEFAULT_SHARES = Shares()
@@ -321,8 +322,8 @@ _TILE = 128
 #: Number of elements along the inner dimension that take as long as the start and the end of a
 #: tile.
 _TILE_ENDS = 64
-#: Clock rate of consumer GPUs in Hz, as assumed by the data sheet's rates, by capability; 1.8 GHz
-#: for other capabilities.
+#: Clock rates in Hz on which the data sheets of consumer GPUs base their rates, by compute
+#: capability; 1.8 GHz for other capabilities.
 _CLOCKS = {(8, 6): 1.7e9, (8, 9): 2.5e9, (12, 0): 2.4e9}
 #: fp32 operations of one multiprocessor per cycle: 128 lanes with two operations each.
 _OPERATIONS_A_CYCLE = 128 * 2
@@ -380,9 +381,10 @@ _REACHED = {
 def reached_share(gpu: GPU) -> float:
     """Return the fraction of the data sheet's 16-bit rate that large matrix products alone reach.
 
-    For GPUs without a published measurement, the fraction is 1 if their matrix units have half the
-    usual rate, as in GeForce cards, because the board supplies enough power for this rate (RTX
-    3060, 3090, 4090: 1.0 to 1.08). For all other GPUs, it is 0.8 (RTX A6000: 0.79, L40S: 0.74).
+    For GPUs without a published measurement, the fraction depends on their matrix units. If the
+    units have half the usual rate, as in GeForce cards, the fraction is 1, because the board
+    supplies enough power for this rate (RTX 3060, 3090, 4090: 1.0 to 1.08). Otherwise, the fraction
+    is 0.8 (RTX A6000: 0.79, L40S: 0.74).
     """
     for name in sorted(_REACHED, key=len, reverse=True):
         if re.match(rf"{name}\b", gpu.name):
@@ -443,8 +445,9 @@ def kernel_seconds(
     *,
     fp8: bool = False,
 ) -> Range:
-    """Return the seconds of one call on the GPU, by the roofline model. If `fp8` is True, the call
-    is an fp8 product that was traced in bf16, and the seconds include the casts of its factors."""
+    """Return the seconds of one call on the GPU according to the roofline model. If `fp8` is True,
+    the call is an fp8 product that was traced in bf16, and the seconds include the casts of its
+    factors."""
     if is_free(operator):
         return ZERO
     floor = shares.kernel_seconds
@@ -510,8 +513,8 @@ FORMAT = 1
 #: Fitted constants included in the package, for the GPU types that were measured.
 PACKAGED = Path(__file__).with_name("measured_gpus.json")
 
-#: Fitted constant (see `Shares`) -> its minimum and maximum. The constants of attention's backward
-#: pass and of compiled launches are computed from these constants.
+#: Minimum and maximum of each fitted constant, keyed by its name in `Shares`. The constants for the
+#: backward pass of attention and for compiled launches are computed from the fitted constants.
 BOUNDS: dict[str, tuple[float, float]] = {
     "products": (0.2, 1.0),
     "attention": (0.1, 1.0),
@@ -520,7 +523,8 @@ BOUNDS: dict[str, tuple[float, float]] = {
     "fused_traffic": (0.6, 4.0),
 }
 
-#: Minimum relative error of a range on each side. Runs of the same program differ by this much.
+#: Minimum relative width of a range on each side, because repeated runs of the same program differ
+#: by this much.
 _LEAST_ERROR = 0.03
 
 
@@ -529,7 +533,7 @@ class MeasuredGpu:
     """The fitted constants of a GPU type, and the error of predictions with them.
 
     Attributes:
-        constants: values by the names in `BOUNDS`.
+        constants: value for each name in `BOUNDS`.
         error: absolute relative error that 95% of the held-out configurations do not exceed.
         fitted: number of configurations to which the constants were fitted.
         held_out: number of configurations on which the error was measured.
@@ -547,7 +551,7 @@ class MeasuredGpu:
 
     @property
     def source(self) -> str:
-        """Origin of speeds predicted with these constants, as text for the user."""
+        """Where speeds predicted with these constants come from, as shown to the user."""
         return (
             f"measured on this GPU type: {self.fitted} configurations fitted, {self.held_out} "
             f"others within {self.error:.0%} (torch {self.torch})"
@@ -558,9 +562,9 @@ def shares_of(constants: Mapping[str, float], error: float = 0.0, source: str = 
     """Return the model's shares for fitted constants.
 
     Args:
-        constants: values by the names in `BOUNDS`.
+        constants: value for each name in `BOUNDS`.
         error: relative width of the ranges, on each side.
-        source: see `Shares`.
+        source: where the constants come from, as shown to the user.
     """
 
     def share(value: float) -> Range:
@@ -629,8 +633,8 @@ def shares_for(gpu: GPU) -> Shares:
 
 
 def read_measured(path: Path) -> dict[str, MeasuredGpu]:
-    """Return the measurements in a file by GPU name, or {} if the file is missing, damaged or in
-    another format."""
+    """Return the measurements in a file by GPU name, or {} if the file is missing, is damaged or
+    has a different format."""
     try:
         values = read_json(path)
         if values["format"] != FORMAT:
@@ -642,7 +646,8 @@ def read_measured(path: Path) -> dict[str, MeasuredGpu]:
 
 @functools.cache
 def all_measured(own: Path) -> dict[str, MeasuredGpu]:
-    """Return the measurements in the package, updated with those in a file on this machine."""
+    """Return the measurements included in the package, updated with the measurements in a file on
+    this machine."""
     return read_measured(PACKAGED) | read_measured(own)
 
 

@@ -1,5 +1,5 @@
-"""Estimate the speed of a training step, for a GPU from the operators that a trace counted, or from
-steps that are timed on this machine.
+"""Estimate the speed of a training step: predict it for a GPU from the operators that a trace
+counted, or time steps on this machine.
 
 Predictions use two models of the hardware: a model of the GPU, based on its data sheet or on fitted
 constants (`gpu.py`), and a model of the links between GPUs and to the CPU (`Exchange`).
@@ -160,8 +160,8 @@ class Workload:
     """Properties of a training step that affect its speed, other than its operators.
 
     Attributes:
-        global_batch_tokens: tokens per step, all processes together.
-        flops_per_token: see `models.accounting.train_flops_per_token`.
+        global_batch_tokens: tokens per step, summed over all processes.
+        flops_per_token: training FLOPs per token; see `models.accounting.train_flops_per_token`.
         precision: the recipe's `efficiency.precision`, resolved.
         compiled: True if torch.compile compiles the forward and the backward pass.
         cuda_graphs: True if a step is launched as one CUDA graph.
@@ -195,10 +195,10 @@ class SpeedPrediction:
             is relative to the peak in a GPU's data sheet, or to the rate of matrix products
             measured on this machine.
         phases: expected seconds by phase of the step.
-        kinds: expected seconds by the names in `KINDS`; {} for steps that were timed.
+        kinds: expected seconds for each name in `KINDS`; {} for steps that were timed.
         bound: the resource that takes most of the time; None for steps that were timed.
-        source: origin of the rates, as text for the user.
-        notes: assumptions of the prediction, as text for the user.
+        source: where the rates come from, as shown to the user.
+        notes: assumptions of the prediction, as shown to the user.
     """
 
     step_seconds: Range
@@ -327,7 +327,8 @@ def _on_gpu(
         sums.add(one.phase, kind, seconds)
         launches[one.phase] = launches.get(one.phase, 0.0) + entry.count
         memory = entry.count * streamed_bytes(one) / (shares.bandwidth.expected * gpu.bandwidth)
-        # By the roofline model, a product is memory-bound if its traffic takes all of its time.
+        # According to the roofline model, a product is memory-bound if its traffic takes all of its
+        # time.
         if kind in ("matrix_products", "attention") and memory < seconds.expected:
             sums.compute += seconds.expected
         else:
@@ -351,7 +352,7 @@ def _on_gpu(
     copied = 16.0 * work.global_batch_tokens / work.exchange.processes / work.exchange.host_link
     sums.add("data", "data", Range.exact(copied))
     is_measured = shares.source != DEFAULT_SHARES.source
-    unmeasured = "derived from its data sheet and a measured H100, not measured"
+    unmeasured = "derived from its data sheet and measurements of an H100, not measured"
     notes = [
         f"speed on a {gpu.name} is {shares.source if is_measured else unmeasured}: "
         f"{multiprocessors(gpu)} multiprocessors, {shares.products.slow:.0%} to "
@@ -508,25 +509,25 @@ def estimate_speed(
 #
 # The model, optimizer and methods of a recipe train for a few steps on random tokens. If that would
 # take too long, a micro-batch of fewer sequences is timed. If even that would take too long, models
-# with fewer layers are timed. The time of a full step is computed from these times, assuming that
-# the time of the passes is proportional to the number of sequences, and that each additional layer
-# adds the same time to the passes and to the update.
+# with fewer layers are timed. The time of a full step is computed from these times, based on two
+# assumptions. The time of the passes is proportional to the number of sequences, and each
+# additional layer adds the same time to the passes and to the update.
 #
 # torch.compile is not timed, because compiling takes longer than an entire plan.
 
 #: Number of timed steps. They follow a first step, which allocates memory and loads kernels. The
-#: fastest of them is used, because other programs can only make a step slower.
+#: fastest timed step is used, because other programs can only make a step slower.
 _STEPS = 2
 
 #: Maximum time in seconds for timing the steps of a recipe. One step of a two-layer model with one
-#: sequence is timed in any case.
+#: sequence is always timed.
 SECONDS = 3.0
 
-#: Number of tokens in a micro-batch that keep a device busy, by kind of device. With fewer tokens,
+#: Number of tokens in a micro-batch that keeps a device busy, by kind of device. With fewer tokens,
 #: the time per token is longer.
 BUSY_TOKENS = {"cpu": 1024, "cuda": 16384}
 
-#: Assumed seconds per parameter for creating it and updating it in all steps, by kind of device.
+#: Assumed time in seconds to create one parameter and to update it in all steps, by kind of device.
 _PARAMETER_SECONDS = {"cpu": 2e-8, "cuda": 1e-9}
 
 #: Maximum relative error of a full timed step, and of a step that was computed from smaller ones
@@ -534,7 +535,8 @@ _PARAMETER_SECONDS = {"cpu": 2e-8, "cuda": 1e-9}
 _ERROR = 0.15
 _SCALED_ERROR = 0.2
 
-#: `hardware.device.peak_flops`, which takes some time, cached for each precision.
+#: Version of `hardware.device.peak_flops` that caches the result for each precision, because a
+#: measurement takes some time.
 _peak_flops = functools.cache(peak_flops)
 
 
@@ -547,7 +549,7 @@ class StepTime:
         update: seconds of clipping and update.
         peak_flops: FLOP/s of large matrix products in the recipe's precision; see
             `hardware.device.peak_flops`.
-        timed: the part of the step that was timed, as text for the user; "" if the full step was
+        timed: the part of the step that was timed, as shown to the user; "" if the full step was
             timed.
     """
 
@@ -614,9 +616,9 @@ def _timed(
     """Return the seconds of the passes and of the update of a step of one micro-batch of `rows`
     sequences.
 
-    No further step is started after `most_seconds`. The size of the step was chosen by the speed of
-    matrix products, but on a CPU, steps in some precisions are much slower than this speed
-    suggests.
+    No further step is started after `most_seconds`. The size of the step was chosen based on the
+    speed of matrix products. On a CPU, however, steps in some precisions are much slower than this
+    speed suggests.
     """
     batch: dict[str, Any] = {"micro_batch_size": rows, "gradient_accumulation_steps": 1}
     batch |= {"global_batch_tokens": None, "ramp_start_tokens": None, "ramp_steps": None}
@@ -674,7 +676,7 @@ def usual_speed(recipe: ResolvedRecipe, rate: float, hardware: Hardware) -> Spee
     """
     seconds = Range.around(_step_tokens(recipe) / rate, _SCALED_ERROR)
     peak = _peak_flops(hardware.device, dtype_of(recipe.efficiency.precision))
-    source = "new models of this size timed here, without DeepSpeed and offloading"
+    source = "new models of this size timed here, without DeepSpeed or offloading"
     return _measured_speed(recipe, seconds, peak, source, {})
 
 
@@ -692,7 +694,7 @@ def _measured_speed(
         recipe: the resolved recipe.
         seconds: seconds of an optimizer step.
         peak: FLOP/s that `mfu` is relative to.
-        source, phases: see `SpeedPrediction`.
+        source, phases: attributes of the result; see `SpeedPrediction`.
     """
     frozen = recipe.lora is not None
     flops = train_flops_per_token(meta_model(recipe.model), recipe.data.seq_len, frozen=frozen)

@@ -674,7 +674,7 @@ def supported_model(config: Mapping[str, Any]) -> Any:
     """
     model_type = str(config.get("model_type"))
     if model_type not in ARCHITECTURES:
-        why = ": llama.cpp files of it are not implemented" if model_type in FAMILIES else ""
+        why = ": GGUF files of this family are not implemented" if model_type in FAMILIES else ""
         raise ModelError(
             f"model_type '{model_type}' can't be converted to GGUF{why} (supported: "
             f"{', '.join(ARCHITECTURES)})"
@@ -775,11 +775,11 @@ def _wrong_rotation(family: FamilySpec, model: Any) -> Iterator[str]:
     rope = getattr(model, "rope_scaling", None)
     if isinstance(rope, YarnRope):
         if rope.factor < 1:
-            yield f"yarn with factor {rope.factor}: only at least 1"
+            yield f"yarn with factor {rope.factor}: only a factor of at least 1"
         if (rope.beta_fast, rope.beta_slow) != (32.0, 1.0):
             yield "yarn with other bounds: only beta_fast 32 and beta_slow 1"
     if isinstance(rope, Llama3Rope) and rope.low_freq_factor >= rope.high_freq_factor:
-        yield f"low_freq_factor {rope.low_freq_factor}: only less than high_freq_factor"
+        yield f"low_freq_factor {rope.low_freq_factor}: only a value below high_freq_factor"
     if getattr(model, "no_rope_layers", None) is not None:
         yield "no_rope_layers with a different pattern: only the family's pattern"
     if family.gguf.has_windows and not family.gguf.has_window_base:
@@ -801,4 +801,4 @@ def _wrong_latents(model: Any, spec: GGUFSpec) -> Iterator[str]:
     if model.topk_group < model.n_group and spec.gating == "softmax":
         yield f"topk_group {model.topk_group} of n_group {model.n_group}: only all groups"
     if isinstance(rope, YarnRope) and rope.factor == 1 and rope_magnitude(rope, 1) != 1:
-        yield f"attention_factor {rope.attention_factor} in yarn of factor 1: only 1"
+        yield f"attention_factor {rope.attention_factor} in yarn with factor 1: only 1"

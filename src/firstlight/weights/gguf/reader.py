@@ -128,7 +128,7 @@ def read_gguf(path: Path) -> GGUFModel:
     except OSError as error:
         raise ModelError(f"{path} can't be read: {describe_os_error(error)}") from error
     except UnicodeDecodeError as error:
-        raise ModelError(f"{path}: the file is damaged: a text is not UTF-8") from error
+        raise ModelError(f"{path}: the file is damaged: a string is not UTF-8") from error
     return GGUFModel(config, tensors, metadata, path)
 
 
