@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from firstlight.data.corpus import TokenDataset as TokenDataset
     from firstlight.data.prepare import prepare as prepare
     from firstlight.errors import FirstlightError as FirstlightError
+    from firstlight.evaluation.comparison import ModelComparison as ModelComparison
+    from firstlight.evaluation.comparison import compare as compare
     from firstlight.evaluation.perplexity import Evaluation as Evaluation
     from firstlight.evaluation.perplexity import evaluate as evaluate
     from firstlight.evaluation.scores import TaskResult as TaskResult
@@ -72,6 +74,7 @@ _PUBLIC = {
     "data.corpus": ["TokenDataset"],
     "data.prepare": ["prepare"],
     "errors": ["FirstlightError"],
+    "evaluation.comparison": ["ModelComparison", "compare"],
     "evaluation.perplexity": ["Evaluation", "evaluate"],
     "evaluation.scores": ["TaskResult"],
     "evaluation.tasks": ["evaluate_tasks"],

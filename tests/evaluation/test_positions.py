@@ -101,25 +101,18 @@ def test_learned_positions_beyond_context_raise_config_error(
         evaluate_by_position(folder, data, seq_len=33)
 
 
-def test_positions_two_models_share_one_table_and_plot(
-    llama: Path,
-    data: Path,
-    tmp_path: Path,
-    tokenizer: Tokenizer,
-    capsys: pytest.CaptureFixture[str],
+def test_positions_are_printed_and_plotted(
+    llama: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    config = LlamaConfig(**_SIZES | {"hidden_size": 32, "max_position_embeddings": 64})
-    other = write_model(tmp_path / "other", config, tokenizer)
     command = ["eval", str(llama), "--data", str(data), "--seq-len", "48", "--by-position"]
-    picture = tmp_path / "both.png"
-    assert main([*command, "--beside", str(other), "--picture", str(picture), "--json"]) == 0
+    picture = tmp_path / "positions.png"
+    assert main([*command, "--picture", str(picture), "--json"]) == 0
     shown = capsys.readouterr()
     result = json.loads(shown.out)
-    assert result["contexts"] == {str(llama): 32, str(other): 64}
-    assert [len(one["stretches"]) for one in result["by_position"].values()] == [16, 16]
-    losses = [one["stretches"][0]["loss"] for one in result["by_position"].values()]
-    assert losses[0] != losses[1]
-    assert f"{math.exp(losses[1]):,.2f}" in shown.err
+    assert (result["context"], result["by_position"]["seq_len"]) == (32, 48)
+    stretches = result["by_position"]["stretches"]
+    assert len(stretches) == 16
+    assert f"{math.exp(stretches[0]['loss']):,.2f}" in shown.err
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
@@ -127,17 +120,14 @@ def test_positions_two_models_share_one_table_and_plot(
     ("options", "said"),
     [
         (["--picture", "p.png"], "--picture needs --by-position"),
-        (["--beside", "other"], "--beside needs --by-position"),
         (["--by-position", "--tasks", "hellaswag"], "--by-position reports the loss"),
-        (["--by-position", "--beside", "SAME"], "is given twice for the same model"),
     ],
 )
 def test_positions_unused_options_fail(
     options: list[str], said: str, llama: Path, data: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     command = ["eval", str(llama), "--data", str(data)]
-    given = [str(llama) if one == "SAME" else one for one in options]
-    assert main([*command, *given]) == 2
+    assert main([*command, *options]) == 2
     assert said in " ".join(capsys.readouterr().err.split())
 
 

@@ -269,6 +269,7 @@ def assert_three_agree(model: Path, file: Path, tasks: Path, limit: int | None) 
     assert own.items == bridged.items == len(samples)
     assert own.figures() == pytest.approx(theirs, rel=1e-12)
     assert bridged.figures() == pytest.approx(theirs, rel=1e-12)
+    assert bridged.item_scores == own.item_scores
     items = read_hellaswag(file, limit)
     context = loaded.model.config.max_position_embeddings
     assert loaded.tokenizer is not None

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from firstlight.cli.options import best_option, count_option, device_option
-from firstlight.cli.output import show_rows, show_table, with_json
+from firstlight.cli.options import best_option, count_option, device_option, task_options
+from firstlight.cli.output import show_rows, show_table, with_bar, with_json
 from firstlight.console import say
 from firstlight.errors import CheckpointError, ConfigError, StorageError
 
@@ -21,6 +20,12 @@ if TYPE_CHECKING:
 
 #: Default batch sizes: rows for the loss, texts for a task.
 _ROWS, _TEXTS = 8, 32
+
+
+def _no_beside(_: click.Context, __: click.Parameter, value: tuple[str, ...]) -> None:
+    """Raise an error that names the replacement of the removed option; a click callback."""
+    if value:
+        raise ConfigError("--beside was removed: run firstlight compare BEFORE AFTER")
 
 
 @click.command("eval")
@@ -50,28 +55,13 @@ _ROWS, _TEXTS = 8, 32
     "lm-evaluation-harness, lm-eval:NAME,NAME,... Can be repeated. With --tasks, the loss is "
     "computed only if --data or --sample is given.",
 )
-@count_option("--items", help="Use only the first N items of each task.")
-@click.option(
-    "--task-folder", metavar="DIR", help="Folder with additional tasks for lm-evaluation-harness."
-)
-@click.option(
-    "--apply-chat-template/--no-apply-chat-template",
-    "chat_template",
-    default=None,
-    help="Apply the model's chat template to items of lm-eval tasks. "
-    " [default: as specified in the task's metadata, otherwise off]",
-)
+@task_options
 @click.option(
     "--by-position",
     is_flag=True,
     help="Report the loss by position in the row; --seq-len may exceed the model's context.",
 )
-@click.option(
-    "--beside",
-    multiple=True,
-    metavar="CHECKPOINT",
-    help="With --by-position: compare with another model on the same rows. Can be repeated.",
-)
+@click.option("--beside", multiple=True, hidden=True, expose_value=False, callback=_no_beside)
 @click.option(
     "--picture",
     type=click.Path(path_type=Path, dir_okay=False),
@@ -95,7 +85,6 @@ def eval_command(
     task_folder: str | None,
     chat_template: bool | None,
     by_position: bool,
-    beside: tuple[str, ...],
     picture: Path | None,
     batch_size: int | None,
     device: str,
@@ -115,10 +104,9 @@ def eval_command(
         if tasks:
             raise ConfigError("--by-position reports the loss: omit --tasks")
         options = {"sample": sample, "batch_size": batch_size or _ROWS, "device": device, **given}
-        return _by_position((checkpoint, *beside), data, best, picture, options=options)
-    for option, value in (("--beside", beside), ("--picture", picture)):
-        if value:
-            raise ConfigError(f"{option} needs --by-position")
+        return _by_position(checkpoint, data, best, picture, options=options)
+    if picture is not None:
+        raise ConfigError("--picture needs --by-position")
     from firstlight.evaluation.perplexity import evaluate, evaluated_folder, load_for_evaluation
 
     loaded = load_for_evaluation(checkpoint, device, best=best)
@@ -129,7 +117,7 @@ def eval_command(
         result |= _scored(loaded, tasks, batch_size=batch_size or _TEXTS, **options)
     if with_loss:
         folder = evaluated_folder(loaded, data, given.get("split", "val"), progress=True)
-        found = _with_bar(
+        found = with_bar(
             "evaluating",
             lambda show: evaluate(
                 loaded, folder, sample=sample, batch_size=batch_size or _ROWS, on_rows=show, **given
@@ -155,7 +143,7 @@ def _scored(loaded: LoadedModel, tasks: tuple[str, ...], **options: Any) -> dict
     """
     from firstlight.evaluation.tasks import evaluate_tasks
 
-    scores = _with_bar(
+    scores = with_bar(
         "scoring", lambda show: evaluate_tasks(loaded, tasks, **options, on_texts=show)
     )
     _show_scores(scores)
@@ -168,50 +156,32 @@ def _scored(loaded: LoadedModel, tasks: tuple[str, ...], **options: Any) -> dict
 
 
 def _by_position(
-    checkpoints: tuple[str, ...],
+    checkpoint: str,
     data: str | None,
     best: bool,
     picture: Path | None,
     *,
     options: dict[str, Any],
 ) -> dict[str, Any]:
-    """Print and return the loss of each model by position in the row.
-
-    All models are evaluated on the same rows. The data and the sequence length are those of the
-    first model.
-    """
+    """Print and return the loss by position in the row."""
     from firstlight.evaluation.perplexity import (
-        ByPosition,
         evaluate_by_position,
         evaluated_folder,
         load_for_evaluation,
     )
 
-    if len(set(checkpoints)) < len(checkpoints):
-        raise ConfigError("--beside is given twice for the same model: give it once")
-
-    def evaluated(loaded: LoadedModel, folder: str) -> ByPosition:
-        return _with_bar(  # type: ignore[no-any-return]
-            "evaluating", lambda show: evaluate_by_position(loaded, folder, on_rows=show, **options)
-        )
-
-    found: dict[str, ByPosition] = {}
-    contexts: dict[str, int] = {}
-    for name in checkpoints:
-        # --best applies to the first model only, not to the --beside models.
-        loaded = load_for_evaluation(name, options["device"], best=best and name == checkpoints[0])
-        data = data or str(evaluated_folder(loaded, data, options.get("split", "val")))
-        one = found[name] = evaluated(loaded, data)
-        contexts[name] = loaded.model.config.max_position_embeddings
-        # Evaluate the other models on the same rows.
-        options |= {"seq_len": one.seq_len, "document_masking": one.document_masking}
+    loaded = load_for_evaluation(checkpoint, options["device"], best=best)
+    folder = evaluated_folder(loaded, data, options.get("split", "val"))
+    found = with_bar(
+        "evaluating", lambda show: evaluate_by_position(loaded, folder, on_rows=show, **options)
+    )
+    context = loaded.model.config.max_position_embeddings
     show_table(
         [
-            ["positions", "tokens", *(f"perplexity of {name}" for name in checkpoints)],
+            ["positions", "tokens", "perplexity"],
             *(
-                [f"{row[0].first:,}-{row[0].last:,}", f"{row[0].tokens:,}"]
-                + [f"{one.perplexity:,.2f}" for one in row]
-                for row in zip(*(one.stretches for one in found.values()), strict=True)
+                [f"{one.first:,}-{one.last:,}", f"{one.tokens:,}", f"{one.perplexity:,.2f}"]
+                for one in found.stretches
             ),
         ]
     )
@@ -219,10 +189,9 @@ def _by_position(
         from firstlight.files.atomic import write_file
         from firstlight.report.charts import position_picture
 
-        write_file(picture, position_picture(found, contexts))
+        write_file(picture, position_picture(checkpoint, found, context))
         say(f"picture: {picture}")
-    shown = {name: dataclasses.asdict(one) for name, one in found.items()}
-    return {"data": data, "contexts": contexts, "by_position": shown}
+    return {"data": str(folder), "context": context, "by_position": dataclasses.asdict(found)}
 
 
 def _record(folder: Path, result: dict[str, Any], data: str | None) -> None:
@@ -258,20 +227,6 @@ def _require_used(
     for option, value in for_tasks.items():
         if not with_tasks and value is not None:
             raise ConfigError(f"{option} applies to tasks: add --tasks")
-
-
-def _with_bar(what: str, work: Callable[[Callable[[int, int], None]], Any]) -> Any:
-    """Call `work` while a progress bar is displayed, and return its result. The argument of `work`
-    is a function that updates the bar with the number of finished items and their total."""
-    from firstlight.console import progress_bar
-
-    with progress_bar() as bar:
-        task = bar.add_task(what, total=None)
-
-        def show(done: int, total: int) -> None:
-            bar.update(task, completed=done, total=total)
-
-        return work(show)
 
 
 def _show_loss(found: Evaluation) -> None:

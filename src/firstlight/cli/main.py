@@ -22,6 +22,7 @@ from typing import Any
 import click
 
 from firstlight.cli.bench import bench_group
+from firstlight.cli.compare import compare_command
 from firstlight.cli.convert import convert_command
 from firstlight.cli.eval import eval_command
 from firstlight.cli.generate import chat_command, generate_command, serve_command
@@ -50,6 +51,7 @@ _LESS_MEMORY = {
     "tune": _TRAIN_IN_LESS,
     "plan": _TRAIN_IN_LESS,
     "eval": "lower --batch-size or --seq-len",
+    "compare": "lower --batch-size or --seq-len",
     "generate": _GENERATE_IN_LESS,
     "chat": _GENERATE_IN_LESS,
     "serve": f"lower --max-context-tokens or --max-batch-size, {_IN_LESS_MEMORY}",
@@ -272,6 +274,7 @@ for command in (
     train_command,
     tune_command,
     eval_command,
+    compare_command,
     generate_command,
     chat_command,
     serve_command,

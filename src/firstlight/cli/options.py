@@ -183,6 +183,21 @@ loading_option = click.option(
     show_default=True,
     help="How to read the weights: mmap (the file must not change), sequential or straight.",
 )
+task_options = grouped(
+    count_option("--items", help="Use only the first N items of each task."),
+    click.option(
+        "--task-folder",
+        metavar="DIR",
+        help="Folder with additional tasks for lm-evaluation-harness.",
+    ),
+    click.option(
+        "--apply-chat-template/--no-apply-chat-template",
+        "chat_template",
+        default=None,
+        help="Apply the model's chat template to items of lm-eval tasks. "
+        " [default: as specified in the task's metadata, otherwise off]",
+    ),
+)
 compile_option = click.option(
     "--compile/--no-compile",
     "compiled",

@@ -8,16 +8,17 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, ParamSpec
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import click
 
-from firstlight.console import say, visible
+from firstlight.console import progress_bar, say, visible
 
 if TYPE_CHECKING:
     from firstlight.report.summary import Finding
 
 P = ParamSpec("P")
+T = TypeVar("T")
 _EXIT_CODE = "firstlight.exit_code"
 
 
@@ -109,3 +110,15 @@ def show_table(rows: Sequence[Sequence[str]]) -> None:
     for first, *others in rows:
         cells = (f"{cell:>{width}}" for cell, width in zip(others, widths[1:], strict=True))
         show("  ".join((f"{first:<{widths[0]}}", *cells)).rstrip())
+
+
+def with_bar(what: str, work: Callable[[Callable[[int, int], None]], T]) -> T:
+    """Call `work` while a progress bar is displayed, and return its result. The argument of `work`
+    is a function that updates the bar with the number of finished items and their total."""
+    with progress_bar() as bar:
+        task = bar.add_task(what, total=None)
+
+        def show_progress(done: int, total: int) -> None:
+            bar.update(task, completed=done, total=total)
+
+        return work(show_progress)

@@ -92,7 +92,7 @@ def load_for_evaluation(
             return dataclasses.replace(loaded, trained_on=trained_on(folder))
         except CheckpointError:
             require_kept(folder)
-            # The state is damaged. If it is needed later, `_training_data` raises the error.
+            # The state is damaged. If it is needed later, `training_data` raises the error.
             return loaded
 
     return read_model_folder(checkpoint, read, best=best)
@@ -122,7 +122,7 @@ def open_evaluated_split(loaded: LoadedModel, data: str | Path | None, split: st
             `evaluated_folder`.
     """
     folder = evaluated_folder(loaded, data, split)
-    dataset = open_split(folder, split, long=_training_data(loaded).get("long") or "cut")
+    dataset = open_split(folder, split, long=training_data(loaded).get("long") or "cut")
     if dataset.kind == "preference":
         raise DataError(
             f"{dataset.folder} contains preference pairs, whose loss compares two models: choose a "
@@ -131,7 +131,7 @@ def open_evaluated_split(loaded: LoadedModel, data: str | Path | None, split: st
     return dataset
 
 
-def _training_data(loaded: LoadedModel) -> Mapping[str, Any]:
+def training_data(loaded: LoadedModel) -> Mapping[str, Any]:
     """Return the result of `trained_on`, which describes the data that the model was trained on.
 
     Raises:
@@ -156,19 +156,48 @@ def options_of_training(
     Raises:
         ModelError, DataError: see `require_same_tokenizer`.
     """
-    training_data = _training_data(loaded)
-    limit = loaded.model.config.max_position_embeddings
-    seq_len = seq_len or training_data.get("seq_len") or min(limit, 1024)
     if document_masking is None:
-        document_masking = bool(training_data.get("document_masking"))
+        document_masking = bool(training_data(loaded).get("document_masking"))
     require_same_tokenizer(loaded, dataset)
     return {
-        "seq_len": seq_len,
+        "seq_len": row_length(loaded, seq_len),
         "batch_size": 1,
         "device": next(loaded.model.parameters()).device,
         "document_masking": document_masking or dataset.has_examples,
         "first_id": tokenizer_of(loaded).separator_id,
     }
+
+
+def row_length(loaded: LoadedModel, seq_len: int | None) -> int:
+    """Return the number of tokens per row; see `options_of_training`."""
+    limit = loaded.model.config.max_position_embeddings
+    return seq_len or training_data(loaded).get("seq_len") or min(limit, 1024)
+
+
+def require_context(loaded: LoadedModel, seq_len: int) -> None:
+    """Raise an error if rows are longer than the model's context.
+
+    Raises:
+        DataError: `seq_len` exceeds the context.
+    """
+    limit = loaded.model.config.max_position_embeddings
+    if seq_len > limit:
+        raise DataError(
+            f"seq_len {seq_len} exceeds the model's context of {limit}: choose a smaller seq_len"
+        )
+
+
+def require_finite(loaded: LoadedModel, *, finite: bool) -> None:
+    """Raise an error unless the model's losses are finite.
+
+    Raises:
+        ModelError: `finite` is False.
+    """
+    if not finite:
+        raise ModelError(
+            f"the loss of {loaded.folder} is not finite: the weights are damaged, or the training "
+            "has diverged; use another checkpoint"
+        )
 
 
 def evaluated_folder(
@@ -188,7 +217,7 @@ def evaluated_folder(
             unknown or a mix of several corpora.
         MissingDependencyError, StorageError: see `remote.local_folder`.
     """
-    trained = _training_data(loaded)
+    trained = training_data(loaded)
     location = data if data is not None else trained.get("dir")
     corpora = trained.get("corpora")
     if location is None and isinstance(corpora, dict):
@@ -480,22 +509,13 @@ def evaluate(
     loaded = loaded_for_evaluation(checkpoint, device)
     dataset = open_evaluated_split(loaded, data, split)
     options = options_of_training(loaded, dataset, seq_len, document_masking)
-    limit = loaded.model.config.max_position_embeddings
-    if options["seq_len"] > limit:
-        raise DataError(
-            f"seq_len {options['seq_len']} exceeds the model's context of {limit}: choose a "
-            "smaller seq_len"
-        )
+    require_context(loaded, options["seq_len"])
     options |= {"batch_size": batch_size, "on_rows": on_rows}
     total = dataset.num_rows(options["seq_len"])
     rows = None if sample is None else sampled_rows(total, sample, seed)
     losses = row_losses(loaded.model)
     result = evaluate_split(losses, dataset, rows=rows, drawn=rows is not None, **options)
-    if not math.isfinite(result.loss):
-        raise ModelError(
-            f"the loss of {loaded.folder} is {result.loss}: the weights are damaged, or the "
-            "training has diverged; use another checkpoint"
-        )
+    require_finite(loaded, finite=math.isfinite(result.loss))
     return result
 
 
@@ -582,11 +602,7 @@ def evaluate_by_position(
             on_rows(start + len(part), len(rows))
     if not counts.any():
         raise DataError(f"the evaluated rows of {dataset.folder} contain no token to predict")
-    if not sums.isfinite().all():
-        raise ModelError(
-            f"the loss of {loaded.folder} is not finite: the weights are damaged, or the "
-            "training has diverged; use another checkpoint"
-        )
+    require_finite(loaded, finite=bool(sums.isfinite().all()))
     return ByPosition(length, masking, _stretches(sums, counts))
 
 

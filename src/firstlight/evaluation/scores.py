@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
@@ -249,12 +249,16 @@ class TaskResult:
         metrics: metrics, keyed by name, such as `acc`.
         items: number of scored items, or None for a task group.
         chat_template: True if the items were rendered with the model's chat template.
+        item_scores: score of each item, keyed by metric, for metrics that have one number per item.
     """
 
     task: str
     metrics: Mapping[str, Metric]
     items: int | None
     chat_template: bool = False
+    item_scores: Mapping[str, Sequence[float]] = field(
+        default_factory=dict, compare=False, repr=False
+    )
 
     def __str__(self) -> str:
         """Return the results as a string, such as `hellaswag: acc 0.27 ± 0.01, acc_norm 0.26 ±
@@ -324,7 +328,7 @@ def mean_loss(rows: Sequence[RowLoss]) -> float:
     return math.fsum(row.loss for row in rows) / sum(row.tokens for row in rows)
 
 
-def standard_error(rows: Sequence[RowLoss], total_rows: int) -> float:
+def standard_error(rows: Sequence[RowLoss], total_rows: float) -> float:
     """Return the standard error of the `mean_loss` of a sample as an estimate of the mean loss of
     all rows.
 
@@ -337,7 +341,8 @@ def standard_error(rows: Sequence[RowLoss], total_rows: int) -> float:
 
     Args:
         rows: the sample of n rows, at least two.
-        total_rows: N, the number of rows from which the sample was drawn.
+        total_rows: N, the number of rows from which the sample was drawn; infinity for the error
+            over all texts of the same kind.
     """
     n = len(rows)
     assert 2 <= n <= total_rows

@@ -73,7 +73,8 @@ class HellaSwag:
         answers = answer_items(
             loaded.model, self.items, self.pairs, batch_size=batch_size, on_pairs=on_texts
         )
-        return [TaskResult(HELLASWAG, accuracies(answers), len(answers))]
+        scores = item_scores(answers)
+        return [TaskResult(HELLASWAG, accuracies(answers), len(answers), item_scores=scores)]
 
 
 def ready_tasks(
@@ -439,14 +440,19 @@ def _answer(item: Item, logprobs: tuple[float, ...]) -> Answer:
     )
 
 
+def item_scores(answers: Sequence[Answer]) -> dict[str, list[float]]:
+    """Return `acc` and `acc_norm` of each answer: 1 if it is correct, otherwise 0."""
+    return {
+        "acc": [float(answer.acc) for answer in answers],
+        "acc_norm": [float(answer.acc_norm) for answer in answers],
+    }
+
+
 def accuracies(answers: Sequence[Answer]) -> dict[str, Metric]:
     """Return the metrics `acc` and `acc_norm`, each of which is a fraction of correctly answered
     items.
     """
-    return {
-        "acc": Metric(*mean_and_error([float(answer.acc) for answer in answers])),
-        "acc_norm": Metric(*mean_and_error([float(answer.acc_norm) for answer in answers])),
-    }
+    return {name: Metric(*mean_and_error(scores)) for name, scores in item_scores(answers).items()}
 
 
 # The tasks of lm-evaluation-harness
@@ -490,7 +496,7 @@ class HarnessTasks:
                 self.loaded_tasks,
                 limit=self.items,
                 bootstrap_iters=_BOOTSTRAP_ITERATIONS,
-                log_samples=False,
+                log_samples=True,  # for the scores of the items
                 apply_chat_template=bool(self.chat_tasks),
                 # The harness's command line also sets this option when a chat template is applied.
                 fewshot_as_multiturn=bool(self.chat_tasks),
@@ -498,7 +504,13 @@ class HarnessTasks:
         assert found is not None
         counts = {name: count["effective"] for name, count in found["n-samples"].items()}
         return [
-            TaskResult(name, _metrics(figures), counts.get(name), name in self.chat_tasks)
+            TaskResult(
+                name,
+                _metrics(figures),
+                counts.get(name),
+                name in self.chat_tasks,
+                item_scores=_item_scores(found["samples"].get(name, [])),
+            )
             for name, figures in found["results"].items()
         ]
 
@@ -604,6 +616,20 @@ def _metrics(figures: Mapping[str, Any]) -> dict[str, Metric]:
         error = figures.get(f"{name}_stderr,{kind}", math.nan)
         shown = name if kind == "none" else key
         found[shown] = Metric(float(value), float(error) if _is_finite(error) else None)
+    return found
+
+
+def _item_scores(samples: Iterable[Mapping[str, Any]]) -> dict[str, list[float]]:
+    """Return the scores of each item, in the order of the items, keyed by the name that `_metrics`
+    uses. Values that are not numbers, such as pairs for a perplexity, are omitted.
+    """
+    found: dict[str, list[float]] = {}
+    for sample in sorted(samples, key=lambda sample: sample["doc_id"]):
+        kind = sample["filter"]
+        for name in sample["metrics"]:
+            if _is_finite(sample[name]):
+                shown = name if kind == "none" else f"{name},{kind}"
+                found.setdefault(shown, []).append(float(sample[name]))
     return found
 
 

@@ -9,7 +9,7 @@ import io
 import json
 import re
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -394,25 +394,24 @@ def png(figure: Any) -> bytes:
     return picture.getvalue()
 
 
-def position_picture(curves: Mapping[str, ByPosition], contexts: Mapping[str, int]) -> bytes:
+def position_picture(name: str, found: ByPosition, context: int) -> bytes:
     """Draw the perplexity at each position and return the chart as PNG bytes.
 
     Args:
-        curves: results of the models, keyed by model name.
-        contexts: context lengths of the models in tokens, drawn as dotted lines.
+        name: name of the model.
+        found: result of the model.
+        context: context length of the model in tokens, drawn as a dotted line.
     """
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9, 5), layout="constrained")
     axes = figure.subplots()
-    for name, found in curves.items():
-        middles = [(one.first + one.last) / 2 for one in found.stretches]
-        perplexities = [one.perplexity for one in found.stretches]
-        (line,) = axes.plot(middles, perplexities, label=plain_text(name))
-        if contexts[name] < found.seq_len:
-            axes.axvline(contexts[name], color=line.get_color(), linestyle=":")
+    middles = [(one.first + one.last) / 2 for one in found.stretches]
+    (line,) = axes.plot(middles, [one.perplexity for one in found.stretches])
+    if context < found.seq_len:
+        axes.axvline(context, color=line.get_color(), linestyle=":", label="end of the context")
+        axes.legend()
     axes.set(xlabel="position", ylabel="perplexity", yscale="log", xlim=(0, None))
-    axes.set_title("dotted: the end of a model's context", fontsize=10)
-    axes.legend()
+    axes.set_title(plain_text(name), fontsize=10)
     axes.grid(alpha=0.3, which="both")
     return png(figure)

@@ -140,7 +140,7 @@ def write_report(folders: Sequence[Path], out: Path | None = None) -> WrittenRep
     page, picture = folders[0] / HTML_NAME, folders[0] / REPORT_NAME
     if out is not None:
         page, picture = out, out.with_suffix(".png")
-        _require_replaceable(page, picture)
+        require_replaceable(page, picture)
     found = compare([read_run(folder) for folder in folders])
     if len(folders) == 1:
         write_run(found.runs[0], page, picture)
@@ -150,17 +150,23 @@ def write_report(folders: Sequence[Path], out: Path | None = None) -> WrittenRep
     return WrittenReport(page, picture, found)
 
 
-def _require_replaceable(page: Path, picture: Path) -> None:
-    """Raise an error if the name of a page does not end in .html or .htm, or if the page or picture
-    would replace a file that is not a report.
+def require_replaceable(page: Path, picture: Path | None = None, *, option: str = "--out") -> None:
+    """Raise an error if the name of a page does not end in .html or .htm, or if the page or
+    picture would replace a file that is not a report.
+
+    Args:
+        page, picture: paths of the page and, if there is one, of the picture.
+        option: name of the option with the page's path.
     """
     if page.suffix.lower() not in (".html", ".htm"):
-        raise ConfigError(
-            f"--out {page} must end in .html: the picture gets the same name with .png"
-        )
-    for path, mark in ((page, GENERATOR), (picture, f"Software\0{PICTURE_ORIGIN}".encode())):
+        also = "" if picture is None else ": the picture gets the same name with .png"
+        raise ConfigError(f"{option} {page} must end in .html{also}")
+    files = [(page, GENERATOR)]
+    if picture is not None:
+        files.append((picture, f"Software\0{PICTURE_ORIGIN}".encode()))
+    for path, mark in files:
         if (path.exists() or path.is_symlink()) and not (path.is_file() and mark in _head(path)):
-            raise InputError(f"{path} already exists and is not a report: choose another --out")
+            raise InputError(f"{path} already exists and is not a report: choose another {option}")
 
 
 def _head(path: Path) -> bytes:
@@ -221,7 +227,7 @@ def _templates() -> tuple[Environment, Mapping[str, str]]:
     return environment, files
 
 
-def _page(template: str, values: Mapping[str, Any]) -> str:
+def render_page(template: str, values: Mapping[str, Any]) -> str:
     """Render a template in the folder pages/.
 
     Args:
@@ -387,7 +393,7 @@ def run_page(run: RunRecord) -> str:
     shown = {*_SHOWN, *accuracies(run.metrics)}
     further = [k for k in run.metrics.columns if k not in shown and not k.endswith("_stderr")]
     machine = run.start.get("machine")
-    return _page(
+    return render_page(
         "run.html",
         {
             "run": run,
@@ -643,7 +649,7 @@ def comparison_page(found: RunComparison) -> str:
         drawn = [(axis, _drawings(one, both=True, wide=wide)) for axis, one in by_axis.items()]
         figures.append({"chart": by_axis["step"], "by_axis": drawn, "wide": wide})
     lines = charts[0]["step"].lines
-    return _page(
+    return render_page(
         "comparison.html",
         {
             "log": any(by_axis["step"].needs_log for by_axis in charts),

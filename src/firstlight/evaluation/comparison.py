@@ -1,0 +1,624 @@
+"""Compare two models on the same texts, tasks and prompts.
+
+Both models read the same rows of a text: consecutive bytes that fit into the contexts of both. A
+row is divided into segments, the shortest pieces at whose edges both tokenizers have an edge
+between tokens. With equal tokenizers, segments are tokens (or the tokens of one character). The
+loss of a segment is exact for both models, so all sums are compared in bits per byte.
+
+The error of a difference is paired: it is computed from the difference of each document (or each
+row, if a text has few documents), as both models find the same documents hard. See Miller, "Adding
+Error Bars to Evals" (2024, arXiv:2411.00640), and `standard_error` for units of different lengths.
+"""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+import math
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import tokenizers
+import torch
+import torch.nn.functional as F
+
+from firstlight.data.corpus import TokenDataset
+from firstlight.data.loader import IGNORE_INDEX
+from firstlight.data.packing import kind_of
+from firstlight.data.records import read_documents
+from firstlight.data.remote import is_url, local_folder
+from firstlight.data.shards import MANIFEST_NAME, read_manifest
+from firstlight.data.sources import find_sources
+from firstlight.errors import ConfigError, InputError, TokenizerError
+from firstlight.evaluation.perplexity import (
+    loaded_for_evaluation,
+    require_context,
+    require_finite,
+    row_length,
+    training_data,
+)
+from firstlight.evaluation.scores import (
+    Metric,
+    Progress,
+    RowLoss,
+    TaskResult,
+    mean_and_error,
+    mean_loss,
+    sampled_rows,
+    standard_error,
+    token_losses,
+    with_error,
+)
+from firstlight.evaluation.tasks import evaluate_tasks
+from firstlight.generation.chat import ChatSession, ConversationDecoder
+from firstlight.generation.config import SamplingConfig
+from firstlight.generation.engine import tokenizer_of, with_model_settings
+from firstlight.hardware.environment import sharing_cores
+from firstlight.lora.loading import LoadedModel
+from firstlight.methods.attention import varying_lengths
+from firstlight.tokenizer import Tokenizer
+
+#: Number of documents from which errors are computed over documents instead of rows.
+_MANY_DOCUMENTS = 30
+#: Maximum length of a passage in characters, and the length from which it ends at a line break.
+_PASSAGE, _SHORT_PASSAGE = 320, 160
+
+
+@dataclass(frozen=True)
+class ComparedValue:
+    """Bits per byte of a text, or a score of a task, for both models.
+
+    Attributes:
+        name: name of the text, or of the task and its metric.
+        before, after: values of the models, each with its own standard error.
+        difference: `after` minus `before`, with its paired standard error. The error is None if it
+            is unknown: for a single unit, or a score that is not a mean over items.
+        unit: what the error of the difference is paired over: "documents", "rows" or "items".
+        units: number of units.
+        bytes: number of compared bytes of the text (UTF-8); None for a task.
+    """
+
+    name: str
+    before: Metric
+    after: Metric
+    difference: Metric
+    unit: str
+    units: int
+    bytes: int | None = None
+
+    def cells(self) -> list[str]:
+        """Return a row of a table: name, before, after, difference, units."""
+        own = self.before, self.after, self.difference
+        before, after, difference = (with_error(one.value, one.stderr) for one in own)
+        return [
+            self.name if self.bytes is None else f"{self.name} ({self.bytes:,} bytes)",
+            before,
+            after,
+            f"{'+' if self.difference.value > 0 else ''}{difference}",
+            f"{self.units:,} {self.unit}",
+        ]
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Shortest piece of text at whose edges both tokenizers have an edge between tokens.
+
+    Attributes:
+        text: the piece.
+        before, after: bits that each model needs for it.
+        marked: True for the segments that carry the difference of their passage: the fewest that
+            together make up half of the bits by which segments got worse (or better).
+    """
+
+    text: str
+    before: float
+    after: float
+    marked: bool
+
+
+@dataclass(frozen=True)
+class Passage:
+    """Consecutive segments of a document.
+
+    Attributes:
+        text: name of the text.
+        document: one-based number of the document in the text.
+        difference: bits of the second model minus bits of the first one.
+        segments: the segments.
+    """
+
+    text: str
+    document: int
+    difference: float
+    segments: tuple[Segment, ...]
+
+
+@dataclass(frozen=True)
+class ComparedAnswer:
+    """Answers of both models to a prompt.
+
+    Attributes:
+        prompt: the prompt.
+        before, after: the answers.
+    """
+
+    prompt: str
+    before: str
+    after: str
+
+
+@dataclass(frozen=True)
+class ModelComparison:
+    """Result of `compare`.
+
+    Attributes:
+        before, after: names of the models.
+        same_tokenizer: True if both models encode every text as the same tokens.
+        texts: bits per byte of each text.
+        total: bits per byte of all texts together, or None without texts.
+        worse, better: passages for which the second model needs the most additional bits, and those
+            for which it saves the most bits.
+        tasks: scores of each task.
+        answers: answers to each prompt.
+    """
+
+    before: str
+    after: str
+    same_tokenizer: bool
+    texts: list[ComparedValue]
+    total: ComparedValue | None
+    worse: list[Passage]
+    better: list[Passage]
+    tasks: list[ComparedValue]
+    answers: list[ComparedAnswer]
+
+
+@dataclass(frozen=True)
+class Row:
+    """Consecutive segments of a document that both models read as one row.
+
+    Attributes:
+        document: number of the document in its text, from 0.
+        segments: texts of the segments.
+        ids: token ids of each model.
+        counts: number of tokens before each edge of a segment, for each model, [segments + 1].
+        bits: bits that each model needs for each segment, fp64 [segments]; [] until `score_rows`.
+    """
+
+    document: int
+    segments: list[str]
+    ids: list[list[int]] = field(default_factory=list)
+    counts: list[list[int]] = field(default_factory=list)
+    bits: list[npt.NDArray[np.float64]] = field(default_factory=list)
+
+    @property
+    def difference(self) -> npt.NDArray[np.float64]:
+        """Bits of the second model minus bits of the first one, fp64 [segments]."""
+        return self.bits[1] - self.bits[0]
+
+
+@sharing_cores()
+def compare(
+    before: str | Path | LoadedModel,
+    after: str | Path | LoadedModel,
+    *,
+    texts: str | Path | Sequence[str | Path] = (),
+    tasks: str | Sequence[str] = (),
+    prompts: str | Sequence[str] = (),
+    sample: int | None = None,
+    seed: int = 0,
+    seq_len: int | None = None,
+    passages: int = 5,
+    items: int | None = None,
+    task_folder: str | Path | None = None,
+    chat_template: bool | None = None,
+    max_new_tokens: int = 128,
+    batch_size: int | None = None,
+    device: str = "auto",
+    on_progress: Progress | None = None,
+) -> ModelComparison:
+    """Compare two models on the same bytes of texts, on tasks, and by their answers to prompts, in
+    fp32. Without texts, tasks and prompts, they are compared on the validation text of the data
+    that they were trained on.
+
+    Args:
+        before, after: models as in `firstlight.evaluate`. Their tokenizers may differ.
+        texts: inputs as in `firstlight.prepare`, or prepared folders, of which the validation split
+            is used. Each entry is one text.
+        tasks, items, task_folder, chat_template: see `firstlight.evaluate_tasks`.
+        prompts: messages to answer, in the format of the model's chat template. A model without a
+            template continues them. The most likely token is always chosen.
+        sample: number of rows of each text to draw at random; None for all.
+        seed: random seed of the sample.
+        seq_len: maximum number of tokens per row. None uses the value from each model's training
+            or, if it is unknown, the context length, but at most 1,024.
+        passages: number of passages that got worse, and better, to return.
+        max_new_tokens: maximum number of tokens per answer.
+        batch_size: number of rows or of texts of a task per forward pass; None for 4 rows and 32
+            texts.
+        device: "auto", "cpu", "cuda", ...; a model that is already loaded stays on its device.
+        on_progress: called after each batch with the number of completed rows (or texts of a task)
+            and the total number.
+
+    Raises:
+        ConfigError: an argument is invalid, or there is nothing to compare the models on.
+        InputError, DataError: a text is missing or damaged, or a model can't encode it.
+        MissingDependencyError: see `firstlight.evaluate_tasks`.
+        ModelError, CheckpointError: a model is unusable.
+    """
+    given = {"sample": sample, "seq_len": seq_len, "batch_size": batch_size}
+    for name, value in given.items():
+        if value is not None and value < 1:
+            raise ConfigError(f"{name} must be at least 1, not {value}")
+    on_texts = bool(texts) or not (tasks or prompts)
+    for name, is_given, kind, used in (
+        ("sample", sample is not None, "texts", on_texts),
+        ("seq_len", seq_len is not None, "texts", on_texts),
+        ("items", items is not None, "tasks", bool(tasks)),
+        ("task_folder", task_folder is not None, "tasks", bool(tasks)),
+    ):
+        if is_given and not used:
+            raise ConfigError(f"{name} applies to {kind}, and none are given: omit it")
+    settings = SamplingConfig(max_new_tokens=max_new_tokens, temperature=0.0)
+    documents = {name: documents_of(name) for name in map(str, _listed(texts))}
+    models = loaded_for_evaluation(before, device), loaded_for_evaluation(after, device)
+    if on_texts and not documents:
+        documents = {name: documents_of(name) for name in _held_out(models)}
+    scored_tasks = [
+        evaluate_tasks(
+            one,
+            tasks,
+            items=items,
+            task_folder=task_folder,
+            batch_size=batch_size or 32,
+            chat_template=chat_template,
+            on_texts=on_progress,
+        )
+        for one in models
+        if tasks
+    ]
+    rows: dict[str, list[Row]] = {}
+    for name, own in documents.items():
+        found = rows_of(name, own, models, seq_len)
+        drawn = range(len(found)) if sample is None else sampled_rows(len(found), sample, seed)
+        rows[name] = [found[index] for index in drawn]
+    for loaded in models:
+        everything = [row for own in rows.values() for row in own]
+        score_rows(loaded, everything, batch_size=batch_size or 4, on_progress=on_progress)
+    answers = [_answers(one, _listed(prompts), settings) for one in models]
+    names = [str(one.folder if isinstance(one, LoadedModel) else one) for one in (before, after)]
+    return ModelComparison(
+        before=names[0],
+        after=names[1],
+        same_tokenizer=len({tokenizer_of(one).fingerprint for one in models}) == 1,
+        texts=[compare_rows(name, {name: own}) for name, own in rows.items()],
+        total=compare_rows("all texts", rows) if rows else None,
+        worse=passages_of(rows, passages, sign=1),
+        better=passages_of(rows, passages, sign=-1),
+        tasks=compare_scores(*scored_tasks) if scored_tasks else [],
+        answers=list(map(ComparedAnswer, _listed(prompts), *answers)),
+    )
+
+
+def _listed(values: Any) -> list[Any]:
+    """Return a list of several values, or of a single text or path."""
+    return [values] if isinstance(values, str | Path) else list(values)
+
+
+# Texts
+
+
+def _held_out(models: Collection[LoadedModel]) -> list[str]:
+    """Return the prepared folders with validation text that the models were trained on.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    found: dict[str, None] = {}
+    for loaded in models:
+        trained = training_data(loaded)
+        for place in (trained.get("dir"), *(trained.get("corpora") or {}).values()):
+            folder = None if place is None else local_folder(place, ("val",))
+            if folder is not None and (folder / MANIFEST_NAME).is_file():
+                manifest = read_manifest(folder)
+                if kind_of(manifest) == "text" and "val" in manifest["splits"]:
+                    found[str(place)] = None
+    if not found:
+        raise ConfigError(
+            "neither model is a run with held-out text: choose what to compare the models on with "
+            "--text FILE, --tasks TASK or --prompt TEXT"
+        )
+    return list(found)
+
+
+def documents_of(name: str) -> list[str]:
+    """Return the documents of a text; see `compare`.
+
+    Raises:
+        InputError: the input is missing or contains no text, or a part can't be read.
+        DataError: the prepared folder is damaged or does not contain text.
+    """
+    if is_url(name) or (Path(name).expanduser() / MANIFEST_NAME).is_file():
+        found = list(_prepared_documents(local_folder(name, ("val",))))
+    else:
+        found = []
+        for record in read_documents(find_sources([name])):
+            if record.error is None:
+                found.append(record.value)
+            elif record.error.reason != "empty":
+                raise InputError(f"{record.place}: {record.error}")
+    if not (found := [text for text in found if text.strip()]):
+        raise InputError(f"{name} contains no text to compare the models on")
+    return found
+
+
+def _prepared_documents(folder: Path) -> Iterator[str]:
+    dataset = TokenDataset(folder, "val")
+    tokenizer = Tokenizer.from_pretrained(folder)
+    everything = slice(0, dataset.num_tokens)
+    edges = [*dataset.document_starts(everything).tolist(), dataset.num_tokens]
+    for start, stop in itertools.pairwise(edges):
+        yield tokenizer.decode(dataset[start:stop].tolist())
+
+
+def rows_of(
+    name: str, documents: Sequence[str], models: Sequence[LoadedModel], seq_len: int | None
+) -> list[Row]:
+    """Divide the documents of a text into rows that fit into the contexts of both models.
+
+    Args:
+        name: name of the text, for error messages.
+        documents: the documents.
+        models: the two models.
+        seq_len: see `compare`.
+
+    Raises:
+        InputError: a tokenizer can't encode a document.
+        DataError: the rows are longer than a model's context.
+    """
+    limits = [row_length(loaded, seq_len) for loaded in models]
+    for loaded, limit in zip(models, limits, strict=True):
+        require_context(loaded, limit)
+    encoders = [_encoder(tokenizer_of(loaded)) for loaded in models]
+    rows: list[Row] = []
+    for number, text in enumerate(documents):
+        ids, ends = [], []
+        for loaded, tokenizer in zip(models, encoders, strict=True):
+            try:
+                encoding = tokenizer.encoding(text)
+                ends.append(_token_ends(tokenizer, encoding, text))
+            except (TokenizerError, InputError) as error:
+                raise InputError(
+                    f"{name}: document {number + 1} can't be encoded by {loaded.folder}: {error}"
+                ) from error
+            ids.append(encoding.ids)
+        edges = [0, *(end for end in ends[0] if end in ends[1])]
+        counts = [[0, *(own[end] for end in edges[1:])] for own in ends]
+        for start, stop in _row_edges(counts, limits):
+            spans = [own[start : stop + 1] for own in counts]
+            own_ids = [own[span[0] : span[-1]] for own, span in zip(ids, spans, strict=True)]
+            if any(len(own) > limit for own, limit in zip(own_ids, limits, strict=True)):
+                raise InputError(
+                    f"{name}: document {number + 1} has a piece of {max(map(len, own_ids)):,} "
+                    "tokens in which the tokenizers have no common edge, longer than a row: raise "
+                    "--seq-len or choose another text"
+                )
+            segments = [text[a:b] for a, b in itertools.pairwise(edges[start : stop + 1])]
+            relative = [[count - span[0] for count in span] for span in spans]
+            rows.append(Row(number, segments, own_ids, relative))
+    return rows
+
+
+def _row_edges(counts: Sequence[Sequence[int]], limits: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Yield the first and last edge of each row: as many segments as fit, but at least one.
+
+    Args:
+        counts: number of tokens before each edge, for each model.
+        limits: maximum number of tokens per row, for each model.
+    """
+    start, last = 0, len(counts[0]) - 1
+    while start < last:
+        fits = [
+            bisect.bisect_right(own, own[start] + limit) - 1
+            for own, limit in zip(counts, limits, strict=True)
+        ]
+        stop = max(min(fits), start + 1)
+        yield start, stop
+        start = stop
+
+
+def _encoder(tokenizer: Tokenizer) -> Tokenizer:
+    """Return a copy of a tokenizer whose offsets include the spaces of each token. GPT-2's
+    post-processor, which otherwise only adds special tokens, removes them from the offsets.
+    """
+    backend = tokenizers.Tokenizer.from_str(tokenizer.backend.to_str())
+    backend.post_processor = None
+    return Tokenizer(backend)
+
+
+def _token_ends(tokenizer: Tokenizer, encoding: tokenizers.Encoding, text: str) -> dict[int, int]:
+    """Return the number of tokens before each edge between tokens, keyed by the edge's position in
+    the text. Edges within a character are omitted.
+
+    Raises:
+        InputError: the tokens do not cover the whole text.
+    """
+    unknown = getattr(tokenizer.backend.model, "unk_token", None)
+    unknown_id = None if unknown is None else tokenizer.backend.token_to_id(unknown)
+    ends: dict[int, int] = {}
+    reached = 0
+    starts = [*(start for start, _ in encoding.offsets[1:]), len(text)]
+    tokens = zip(encoding.ids, encoding.offsets, starts, strict=True)
+    for count, (token_id, (start, end), following) in enumerate(tokens, start=1):
+        missing = text[start:end] if token_id == unknown_id else text[reached:start].strip()
+        if missing:
+            raise InputError(f"its tokenizer has no token for {missing[:20]!r}")
+        reached = max(reached, end)
+        if 0 < reached <= following:
+            ends[reached] = count
+    if text[reached:].strip():
+        raise InputError(f"its tokenizer has no token for {text[reached:].strip()[:20]!r}")
+    # Tokenizers may drop spaces at the end of a text.
+    return {end: n for end, n in ends.items() if end < reached} | {len(text): len(encoding.ids)}
+
+
+# Losses
+
+
+@torch.no_grad()
+@varying_lengths()
+def score_rows(
+    loaded: LoadedModel, rows: Sequence[Row], *, batch_size: int, on_progress: Progress | None
+) -> None:
+    """Append a model's bits to `Row.bits` of each row. The first token of a row is predicted from
+    the tokenizer's separator.
+
+    Args:
+        loaded: the model.
+        rows: rows that have been scored by the models before this one.
+        batch_size: number of rows per forward pass.
+        on_progress: see `compare`.
+
+    Raises:
+        ModelError: a loss is not finite.
+    """
+    device = next(loaded.model.parameters()).device
+    separator = tokenizer_of(loaded).separator_id
+    # Rows of similar length share a batch, the longest first.
+    waiting = sorted(rows, key=lambda row: -len(row.ids[len(row.bits)]))
+    for start in range(0, len(waiting), batch_size):
+        batch = waiting[start : start + batch_size]
+        ids = [row.ids[len(row.bits)] for row in batch]
+        labels = torch.full((len(ids), len(ids[0])), IGNORE_INDEX)
+        input_ids = torch.full_like(labels, separator)
+        for place, own in enumerate(ids):
+            labels[place, : len(own)] = torch.tensor(own)
+            input_ids[place, 1 : len(own)] = torch.tensor(own[:-1])
+        losses = token_losses(loaded.model, input_ids.to(device), labels.to(device), None)
+        require_finite(loaded, finite=bool(losses.isfinite().all()))
+        sums = F.pad(losses.cpu().double().cumsum(1), (1, 0)).numpy() / math.log(2)
+        for row, own_sums in zip(batch, sums, strict=True):
+            row.bits.append(np.diff(own_sums[row.counts[len(row.bits)]]))
+        if on_progress is not None:
+            on_progress(start + len(batch), len(rows))
+
+
+# Differences
+
+
+def compare_rows(name: str, rows: Mapping[str, Sequence[Row]]) -> ComparedValue:
+    """Compare the bits per byte of both models on one text or on several texts together.
+
+    Args:
+        name: name of the result.
+        rows: scored rows of each text.
+    """
+    units: dict[tuple[str, int], list[Row]] = {}
+    unit = "documents"
+    for text, own in rows.items():
+        by_document = len({row.document for row in own}) >= _MANY_DOCUMENTS
+        unit = unit if by_document else "rows"
+        for index, row in enumerate(own):
+            units.setdefault((text, row.document if by_document else index), []).append(row)
+    several = list(units.values())
+    sizes = [len("".join(s for row in own for s in row.segments).encode()) for own in several]
+
+    def ratio(bits_of: Callable[[Row], npt.NDArray[np.float64]]) -> Metric:
+        # Bits and bytes of a unit take the places of loss and tokens.
+        bits = [math.fsum(itertools.chain(*map(bits_of, own))) for own in several]
+        losses = list(map(RowLoss, range(len(sizes)), bits, sizes))
+        error = standard_error(losses, math.inf) if len(losses) > 1 else None
+        return Metric(mean_loss(losses), error)
+
+    before, after = ratio(lambda row: row.bits[0]), ratio(lambda row: row.bits[1])
+    difference = ratio(lambda row: row.difference)
+    return ComparedValue(
+        name, before, after, difference, unit=unit, units=len(sizes), bytes=sum(sizes)
+    )
+
+
+def passages_of(rows: Mapping[str, Sequence[Row]], count: int, *, sign: int) -> list[Passage]:
+    """Return the passages with the largest differences, the largest first.
+
+    Args:
+        rows: rows of each text.
+        count: maximum number of passages.
+        sign: 1 for passages that got worse, -1 for passages that got better.
+    """
+    found: list[tuple[float, str, Row, slice]] = []
+    for text, own in rows.items():
+        for row in own:
+            for part in _parts(row.segments):
+                if (total := sign * float(row.difference[part].sum())) > 0:
+                    found.append((total, text, row, part))
+        # Keep only the largest ones: a text may have millions of passages.
+        found = sorted(found, key=lambda one: -one[0])[:count]
+    return [
+        Passage(text, row.document + 1, sign * total, _marked(row, part, sign))
+        for total, text, row, part in found
+    ]
+
+
+def _parts(segments: Sequence[str]) -> Iterator[slice]:
+    """Divide a row into passages, which end at a line break if possible."""
+    start, length = 0, 0
+    for index, segment in enumerate(segments, start=1):
+        length += len(segment)
+        ends = length >= _SHORT_PASSAGE and "\n" in segment
+        if ends or length >= _PASSAGE or index == len(segments):
+            yield slice(start, index)
+            start, length = index, 0
+
+
+def _marked(row: Row, part: slice, sign: int) -> tuple[Segment, ...]:
+    """Return the segments of a passage; see `Segment` for the marks."""
+    share = np.maximum(sign * row.difference[part], 0.0)
+    order = np.argsort(-share, kind="stable")
+    # A segment is marked while those before it in the order make up less than half.
+    earlier = np.cumsum(share[order]) - share[order]
+    marked = set(order[(earlier < share.sum() / 2) & (share[order] > 0)].tolist())
+    before, after = (own[part].tolist() for own in row.bits)
+    values = zip(row.segments[part], before, after, strict=True)
+    return tuple(Segment(*one, marked=index in marked) for index, one in enumerate(values))
+
+
+def compare_scores(
+    before: Sequence[TaskResult], after: Sequence[TaskResult]
+) -> list[ComparedValue]:
+    """Compare the results of two models on the same tasks."""
+    found: list[ComparedValue] = []
+    for one, other in zip(before, after, strict=True):
+        for name in [name for name in one.metrics if name in other.metrics]:
+            first, second = one.metrics[name], other.metrics[name]
+            difference, error = second.value - first.value, None
+            scores = one.item_scores.get(name, []), other.item_scores.get(name, [])
+            differences = [b - a for a, b in zip(*scores, strict=False)]
+            if len(scores[0]) == len(scores[1]) > 0:
+                mean, paired = mean_and_error(differences)
+                # Some metrics, such as perplexity, are not means over items.
+                error = paired if math.isclose(mean, difference, abs_tol=1e-9) else None
+            found.append(
+                ComparedValue(
+                    f"{one.task} {name}",
+                    first,
+                    second,
+                    Metric(difference, error),
+                    unit="items",
+                    units=one.items or 0,
+                )
+            )
+    return found
+
+
+def _answers(loaded: LoadedModel, prompts: Sequence[str], settings: SamplingConfig) -> list[str]:
+    """Return a model's answers to prompts; see `compare`."""
+    decoder = ConversationDecoder(loaded.model)
+    own = with_model_settings(settings, loaded, ["temperature"])
+    return [
+        "".join(ChatSession(loaded, settings=own, decoder=decoder).answer(prompt))
+        for prompt in prompts
+    ]

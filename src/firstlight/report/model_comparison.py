@@ -1,0 +1,24 @@
+"""Write the comparison of two models as an HTML page; see `report` for the properties of pages."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from firstlight.evaluation.comparison import ModelComparison, Segment
+from firstlight.files.atomic import write_file
+from firstlight.report.report import render_page
+
+
+def write_page(comparison: ModelComparison, path: Path) -> None:
+    """Write the page of a comparison.
+
+    Raises:
+        StorageError: the file can't be written.
+    """
+    values = {"found": comparison, "strength": _strength}
+    write_file(path, render_page("models.html", values))
+
+
+def _strength(segment: Segment) -> int:
+    """Return the strength of a segment's colour: its difference in bits, at most 4."""
+    return min(round(abs(segment.after - segment.before)), 4)
