@@ -150,7 +150,7 @@ def find_sources(
 
 
 def distinct_inputs(inputs: Sequence[str | Path]) -> list[str]:
-    """Return the inputs without those that name the same file or folder as an earlier one."""
+    """Return the INPUTs, omitting any that refer to the same file or folder as an earlier one."""
     found: dict[str, str] = {}
     for item in map(str, inputs):
         # Unlike `Path.expanduser`, this does not raise for an unknown user's home folder.

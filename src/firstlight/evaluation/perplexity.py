@@ -169,7 +169,7 @@ def options_of_training(
 
 
 def row_length(loaded: LoadedModel, seq_len: int | None) -> int:
-    """Return the number of tokens per row; see `options_of_training`."""
+    """Return the number of tokens per row. `seq_len` is that of `options_of_training`."""
     limit = loaded.model.config.max_position_embeddings
     return seq_len or training_data(loaded).get("seq_len") or min(limit, 1024)
 

@@ -249,7 +249,8 @@ class TaskResult:
         metrics: metrics, keyed by name, such as `acc`.
         items: number of scored items, or None for a task group.
         chat_template: True if the items were rendered with the model's chat template.
-        item_scores: score of each item, keyed by metric, for metrics that have one number per item.
+        item_scores: scores of the individual items, keyed by metric, for metrics that have one
+            number per item.
     """
 
     task: str
@@ -341,8 +342,8 @@ def standard_error(rows: Sequence[RowLoss], total_rows: float) -> float:
 
     Args:
         rows: the sample of n rows, at least two.
-        total_rows: N, the number of rows from which the sample was drawn; infinity for the error
-            over all texts of the same kind.
+        total_rows: N, the number of rows from which the sample was drawn; infinity to estimate the
+            error for an unlimited amount of similar text.
     """
     n = len(rows)
     assert 2 <= n <= total_rows

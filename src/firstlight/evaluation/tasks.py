@@ -441,7 +441,7 @@ def _answer(item: Item, logprobs: tuple[float, ...]) -> Answer:
 
 
 def item_scores(answers: Sequence[Answer]) -> dict[str, list[float]]:
-    """Return `acc` and `acc_norm` of each answer: 1 if it is correct, otherwise 0."""
+    """Return `acc` and `acc_norm` for each answer: 1 if the answer is correct, otherwise 0."""
     return {
         "acc": [float(answer.acc) for answer in answers],
         "acc_norm": [float(answer.acc_norm) for answer in answers],
@@ -620,8 +620,8 @@ def _metrics(figures: Mapping[str, Any]) -> dict[str, Metric]:
 
 
 def _item_scores(samples: Iterable[Mapping[str, Any]]) -> dict[str, list[float]]:
-    """Return the scores of each item, in the order of the items, keyed by the name that `_metrics`
-    uses. Values that are not numbers, such as pairs for a perplexity, are omitted.
+    """Return the scores of the individual items, in order, keyed by the same metric names as in
+    `_metrics`. Values that are not numbers, such as the pairs for a perplexity, are omitted.
     """
     found: dict[str, list[float]] = {}
     for sample in sorted(samples, key=lambda sample: sample["doc_id"]):
