@@ -99,7 +99,7 @@ class DataSource:
 
     @property
     def key(self) -> str:
-        """The file or dataset itself, however it is named."""
+        """Key that is the same for all names of the same file or dataset."""
         return self.name if self.path is None else str(self.path.resolve())
 
     @property
