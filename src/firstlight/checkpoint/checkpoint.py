@@ -1,9 +1,9 @@
-"""Write, read and verify checkpoints. A checkpoint is written atomically and verified before use.
+"""Write, read and verify checkpoints.
 
     RUN/checkpoints/step-00000200/
         config.json, generation_config.json, tokenizer.json, tokenizer_config.json
         model.safetensors       these files are a valid Hugging Face model folder
-        optimizer.safetensors   moments and counters by parameter name; random-number states
+        optimizer.safetensors   moments and counters by parameter name; random-generator states
         trainer_state.json      step, tokens seen, data position, the resolved recipe
         manifest.json           size and sha256 of every file above; written last
 
@@ -14,7 +14,7 @@ With `checkpoint.sharded`, each process writes its own shards (see sharded.py). 
 model.safetensors and optimizer.safetensors:
 
         model.shard-00001-of-00004.safetensors, ...      weights
-        optimizer.shard-00001-of-00004.safetensors, ...  moments, counters, random-number states
+        optimizer.shard-00001-of-00004.safetensors, ...  moments, counters, random-generator states
 
 The last checkpoint of a run also contains model.safetensors.
 
@@ -65,26 +65,27 @@ from firstlight.weights.stored import WEIGHTS_NAME, read_header
 OPTIMIZER_NAME = "optimizer.safetensors"
 STATE_NAME = "trainer_state.json"
 
-#: Valid names of a checkpoint's files, which must be directly in its folder and not hidden.
+#: Pattern for valid names of files in a checkpoint. Files in subfolders and hidden files are not
+#: allowed.
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """Content of a checkpoint that is to be written or has been read.
+    """Content of a checkpoint, either to be written or after reading it.
 
     Attributes:
-        files: text files of the config and tokenizer, keyed by name.
-        model: tensors of model.safetensors, keyed by name. If `files` includes adapter_config.json,
-            they are the tensors of adapter_model.safetensors.
-        optimizer: tensors of optimizer.safetensors, keyed by name.
-        trainer_state: JSON object in trainer_state.json. Its `val_loss` is the validation loss at
-            exactly this step, if it was measured.
-        is_copy: True if the tensors no longer change; False if an active run may update them in
-            place.
-        sharded_folder: folder of a sharded checkpoint that was read; None for other checkpoints. If
-            set, `model` and `optimizer` are empty, and the shards are read directly into the run's
-            tensors.
+        files: text files with the config and the tokenizer, keyed by name.
+        model: tensors in model.safetensors, or in adapter_model.safetensors if `files` includes
+            adapter_config.json, keyed by name.
+        optimizer: tensors in optimizer.safetensors, keyed by name.
+        trainer_state: JSON object in trainer_state.json. If the validation loss was measured at
+            exactly this step, it is stored as `val_loss`.
+        is_copy: True if the tensors are a copy that can't change; False if an active run may update
+            them in place.
+        sharded_folder: folder from which a sharded checkpoint was read; None for other checkpoints.
+            If set, `model` and `optimizer` are empty, and the shards are later read directly into
+            the tensors of the run.
     """
 
     files: Mapping[str, str]
@@ -108,14 +109,16 @@ def save_checkpoint(
         run_folder: the run's folder.
         step: number of completed optimizer steps.
         checkpoint: content of the checkpoint.
-        after: step of the checkpoint from which the run continued. Checkpoints saved after it
-            belong to a dead branch (see manifest.py). None for the checkpoint that was saved last.
+        after: step of the checkpoint from which the run continued. All checkpoints saved after that
+            one belong to a dead branch (see manifest.py). None if the run continued from the
+            checkpoint that was saved last.
         held: the locked run folder. Its run id is written to the manifest, and the folder is
-            checked immediately before the checkpoint gets its final name. None to skip both.
+            checked immediately before the checkpoint is renamed to its final name. With None, no
+            run id is written and the folder is not checked.
 
     Raises:
         CheckpointError: a weight, a moment or a number in the state is not finite, or the run
-            folder no longer belongs to this run. Nothing is saved.
+            folder no longer belongs to this run. No checkpoint is created.
         StorageError: a file system error occurred and no checkpoint was created.
     """
     require_finite(step, checkpoint.model)
@@ -139,8 +142,8 @@ def save_checkpoint(
 
 
 def checkpoint_texts(step: int, checkpoint: Checkpoint) -> dict[str, str]:
-    """Return the text files of a checkpoint, keyed by name. They are the files of the model folder
-    and trainer_state.json.
+    """Return the text files of a checkpoint, keyed by name: those of the model folder, and
+    trainer_state.json.
 
     Raises:
         CheckpointError: a number in the state is not finite.
@@ -155,8 +158,8 @@ def _write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> HashedFile:
 
 
 def _state_text(step: int, state: Mapping[str, Any]) -> str:
-    """Return the text of trainer_state.json. The text is ASCII, because paths with undecodable
-    bytes (surrogate escapes) can't be encoded as UTF-8.
+    """Return the content of trainer_state.json. It is escaped to ASCII, because paths with
+    undecodable bytes (surrogate escapes) can't be encoded as UTF-8.
     """
     try:
         return json.dumps(state, indent=2, allow_nan=False) + "\n"
@@ -179,8 +182,7 @@ def require_finite(step: int, tensors: Mapping[str, Tensor]) -> None:
 
 
 def checkpoint_bytes(model_parameters: int, optimizer_state_bytes: int) -> int:
-    """Return the approximate size of a checkpoint in bytes, for fp32 weights and the optimizer
-    state.
+    """Return the approximate size in bytes of a checkpoint with fp32 weights and optimizer state.
 
     Args:
         model_parameters: number of parameters of the model.
@@ -194,12 +196,12 @@ def verify_checkpoint(folder: Path, *, from_disk: bool = False) -> None:
 
     Args:
         folder: the checkpoint's folder.
-        from_disk: True to read the files from the disk. The operating system's cached copies are
-            dropped first, where possible.
+        from_disk: True to drop the operating system's cached copies first, where possible, so that
+            the files are read from the disk.
 
     Raises:
-        CheckpointError: a file is missing, is not a regular file, differs from the manifest in size
-            or SHA-256, or belongs to a different step. The message names the file.
+        CheckpointError: a file is missing, is not a regular file, does not match the size or
+            SHA-256 in the manifest, or belongs to a different step. The message names the file.
     """
     manifest = read_manifest(folder)
     files = manifest["files"]
@@ -262,15 +264,15 @@ def copy_checkpoint(folder: Path, run_folder: Path, run_id: str | None) -> None:
 
 
 def _weights_name(names: Container[str]) -> str:
-    """Return the name of a checkpoint's weights file. If `names` contains an adapter config, it is
-    the adapter's file. Otherwise, it is the full model's file.
+    """Return the name of the weights file of a checkpoint: that of an adapter if `names` contains
+    an adapter config, otherwise that of a full model.
     """
     return ADAPTER_WEIGHTS_NAME if ADAPTER_CONFIG_NAME in names else WEIGHTS_NAME
 
 
 def load_checkpoint(folder: Path, *, verify: bool = True) -> Checkpoint:
-    """Read a checkpoint from which to resume. The tensors of a sharded checkpoint are not read; see
-    `Checkpoint.sharded_folder`.
+    """Read a checkpoint to resume from. The tensors of a sharded checkpoint are not read (see
+    `Checkpoint.sharded_folder`).
 
     Args:
         folder: the checkpoint's folder.
@@ -318,8 +320,8 @@ def load_trainer_state(folder: Path) -> dict[str, Any]:
 
 
 def saved_vocab_multiple(folder: Path, state: Mapping[str, Any]) -> int:
-    """Return the multiple to which the vocabulary of a checkpoint's model is padded. A value of 1
-    means no padding.
+    """Return the multiple to which the vocabulary of a checkpoint's model is padded, or 1 if it is
+    not padded.
 
     Args:
         folder: the checkpoint's folder, for the error message.
@@ -337,13 +339,13 @@ def saved_vocab_multiple(folder: Path, state: Mapping[str, Any]) -> int:
 
 
 def _require_objects(path: Path, state: Mapping[str, Any]) -> None:
-    """Raise an error if a section of the state is not a JSON object. The keys of each section are
-    checked by the functions that read the section.
+    """Raise an error if a section of the state is not a JSON object. The keys in a section are
+    checked by the functions that use the section.
     """
     names = ("data", "guard", "loader", "random", "recipe", "schedule")
     parts = {name: state.get(name, {}) for name in names}
     if isinstance(recipe := parts["recipe"], dict):
-        # These sections may be null in a recipe.
+        # A recipe may contain null for these sections.
         optional: dict[str, Any] = {
             name: {} for name in ("model", "lora", "preference") if recipe.get(name) is None
         }

@@ -1,14 +1,16 @@
-"""Checkpoint folders and their manifests. A folder and all of its files are created atomically.
+"""Create checkpoint folders and read their manifests. A folder and all of its files are created
+atomically.
 
-The manifest contains the size and SHA-256 of every file. It also contains the one-based number of
-this save in the run folder (`sequence`) and the number of the save from which the run continued
-(`parent`). `run_id` is the id of the run that wrote the manifest. It prevents a checkpoint copied
-from another run's folder from being used or deleted. Manifests of older versions have no `run_id`
-and are assumed to belong to the run.
+A manifest contains the size and SHA-256 of every file. The checkpoints in a run folder are numbered
+from 1 in the order in which they were saved: `sequence` is the number of the checkpoint, and
+`parent` is the number of the checkpoint from which the run continued. `run_id` is the id of the run
+that wrote the manifest. It prevents a checkpoint that was copied from the folder of another run
+from being used or deleted. Manifests of older versions have no `run_id` and are assumed to belong
+to the run in the folder.
 
-The manifests record the history of a run. If a run continues from an older checkpoint, either
-because newer ones are damaged or after a rollback, the checkpoints in between belong to a dead
-branch. They are identified by `sequence` and `parent`. Their steps are not sufficient, because the
+Together, the manifests record the history of a run. If a run continues from an older checkpoint,
+because newer ones are damaged or after a rollback, the newer checkpoints belong to a dead branch.
+They are identified by `sequence` and `parent`. Comparing steps would not be sufficient, because the
 first checkpoint of the new branch may have an earlier step than all checkpoints of the dead branch.
 """
 
@@ -38,19 +40,19 @@ from firstlight.files.disk import HashedFile, OutputFile
 
 CHECKPOINTS = "checkpoints"
 MANIFEST_NAME = "manifest.json"
-#: File in a run folder that contains the id of the run and the id of its latest start.
+#: Name of the file in a run folder that contains the id of the run and the id of its latest start.
 RUN_NAME = "run.json"
 FORMAT = "firstlight-checkpoint"
 VERSION = 2
 
-#: End of a JSON object formatted by `json_text`.
+#: The end of any JSON object that is formatted by `json_text`.
 _END = "\n}\n"
 
 _STEP_FOLDER = re.compile(r"step-(\d{8,})(-replaced-[0-9a-f]{8})?", re.ASCII)
 
 
-#: Errors that can occur if a checkpoint is deleted while it is being read. torch raises
-#: RuntimeError.
+#: Errors that can occur if a checkpoint is deleted while it is being read. RuntimeError is raised
+#: by torch.
 READING_ERRORS = (FirstlightError, OSError, RuntimeError)
 
 
@@ -61,7 +63,8 @@ class Saved:
     Attributes:
         folder: the checkpoint's folder.
         step: number of completed optimizer steps.
-        sequence: one-based number of this save in the run folder; 0 if the manifest is damaged.
+        sequence: one-based number of this checkpoint in the order of saving; 0 if the manifest is
+            damaged.
         parent: `sequence` of the checkpoint from which the run continued; 0 if the run started from
             scratch.
         val_loss: validation loss at this step, or None if it was not measured.
@@ -77,8 +80,9 @@ class Saved:
     run_id: str | None = None
 
     def leaves_behind(self, other: Saved) -> bool:
-        """Return True if `other` is part of a dead branch because of this checkpoint. This is the
-        case if `other` was saved earlier, but the run then continued from a checkpoint before it.
+        """Return True if this checkpoint shows that `other` is part of a dead branch: `other` was
+        saved earlier than this checkpoint, but the run had continued from a checkpoint before
+        `other`.
         """
         return other.sequence < self.sequence and (
             other.sequence > self.parent or other.step >= self.step
@@ -91,19 +95,20 @@ def checkpoint_folder(run_folder: Path, step: int) -> Path:
 
 
 def step_of(folder: Path) -> int | None:
-    """Return the step in a checkpoint folder's name, or None if the name is not a valid checkpoint
-    name.
+    """Return the step in the name of a checkpoint folder, or None if it is not the name of a
+    checkpoint.
     """
     match = _STEP_FOLDER.fullmatch(folder.name)
     return int(match[1]) if match else None
 
 
 def require_kept(checkpoint: Path) -> None:
-    """Raise an error if a path belongs to a checkpoint that its run has deleted. All other paths
-    are accepted.
+    """Raise an error if a path refers to a checkpoint that has been deleted by its run. All other
+    paths are accepted.
 
     Raises:
-        CheckpointError: the path looks like a run's checkpoint but does not exist.
+        CheckpointError: the path looks like that of a checkpoint in a run folder, but does not
+            exist.
     """
     folder = checkpoint.parent
     is_of_run = step_of(checkpoint) is not None and folder.name == CHECKPOINTS and folder.is_dir()
@@ -116,8 +121,8 @@ def require_kept(checkpoint: Path) -> None:
 
 @contextlib.contextmanager
 def reading_checkpoint(checkpoint: Path) -> Iterator[None]:
-    """Replace errors raised in the block if the checkpoint was deleted by its run while it was
-    being read.
+    """If the checkpoint is deleted by its run during the `with` block, replace the resulting error
+    with one that explains this.
 
     Raises:
         CheckpointError: the checkpoint was deleted. This error replaces the original one.
@@ -130,8 +135,8 @@ def reading_checkpoint(checkpoint: Path) -> Iterator[None]:
 
 
 def step_folders(run_folder: Path) -> list[Path]:
-    """Return all folders with the name of a checkpoint, sorted by name. Incomplete ones are
-    included.
+    """Return all folders that are named like a checkpoint, including incomplete ones, sorted by
+    name.
     """
     folder = run_folder / CHECKPOINTS
     found = folder.iterdir() if folder.is_dir() else iter(())
@@ -141,8 +146,8 @@ def step_folders(run_folder: Path) -> list[Path]:
 def saved_checkpoints(run_folder: Path) -> list[Saved]:
     """Return the complete checkpoints of a run in the order in which they were saved.
 
-    A checkpoint with a damaged manifest comes after all checkpoints with lower steps. Checkpoints
-    of other runs in the folder (see `foreign_checkpoints`) are omitted.
+    A checkpoint with a damaged manifest is placed after all checkpoints with lower steps.
+    Checkpoints of other runs (see `foreign_checkpoints`) are omitted.
     """
     found = _complete(run_folder)
     own = (None, _run_id(run_folder, found))
@@ -188,8 +193,8 @@ def _complete(run_folder: Path) -> list[Saved]:
 
 
 def names_run(saved: Saved, run_id: str | None) -> bool:
-    """Return True if the text of a checkpoint's manifest contains `run_id` or if `run_id` is None.
-    The manifest may be damaged.
+    """Return True if `run_id` is None or occurs in the text of a checkpoint's manifest, which may
+    be damaged.
     """
     if run_id is None:
         return True
@@ -199,15 +204,15 @@ def names_run(saved: Saved, run_id: str | None) -> bool:
 
 
 def run_id_of(run_folder: Path) -> str | None:
-    """Return the id of the run in a run folder, or None if neither run.json nor any checkpoint
-    contains an id.
+    """Return the id of the run in a folder, or None if neither run.json nor any checkpoint contains
+    an id.
     """
     return _run_id(run_folder, _complete(run_folder))
 
 
 def _run_id(run_folder: Path, found: Sequence[Saved]) -> str | None:
-    """Return the id in run.json. If that file is missing or damaged, return the id in the latest
-    checkpoint that has one, or None.
+    """Return the run id in run.json. If this file is missing or damaged, return the run id in the
+    latest checkpoint that has one, or None.
     """
     with contextlib.suppress(InputError):
         content = read_json(run_folder / RUN_NAME)
@@ -218,7 +223,8 @@ def _run_id(run_folder: Path, found: Sequence[Saved]) -> str | None:
 
 
 def sequence_at(saved: Sequence[Saved], step: int | None) -> int:
-    """Return the `sequence` of the last saved checkpoint up to a step, or 0 if there is none.
+    """Return the `sequence` of the checkpoint that was saved last, among those up to a given step,
+    or 0 if there is none.
 
     Args:
         saved: the checkpoints of a run.
@@ -228,7 +234,7 @@ def sequence_at(saved: Sequence[Saved], step: int | None) -> int:
 
 
 def sealed(content: Mapping[str, Any]) -> str:
-    """Serialise a manifest as JSON. The last key is the SHA-256 of the rest of the JSON text."""
+    """Serialise a manifest as JSON. Its last entry is the SHA-256 of the rest of the JSON."""
     return _seal(json_text(content))
 
 
@@ -251,7 +257,8 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     path = folder / MANIFEST_NAME
     require_plain_file(path)
     try:
-        # Read the file only once, because another process may delete or replace it at any time.
+        # Read the file only once, because it may be deleted or replaced by another process at any
+        # time.
         content = read_file(path, MAX_JSON_BYTES)
         manifest = parse_json(path, content)
     except InputError as error:
@@ -275,7 +282,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 def _require_fields(path: Path, manifest: dict[str, Any]) -> None:
     loss, files = manifest.get("val_loss", False), manifest.get("files")
-    # In Python, a bool is also an int.
+    # Reject booleans, which are instances of int in Python.
     sound = loss is None or type(loss) is float
     sound = sound and isinstance(manifest.get("run_id", ""), str)
     for name, least in (("step", 0), ("sequence", 1), ("parent", 0)):
@@ -312,9 +319,9 @@ def require_plain_file(path: Path) -> None:
 
 @contextlib.contextmanager
 def new_checkpoint(run_folder: Path, step: int) -> Iterator[Path]:
-    """Yield an empty temporary folder that becomes the checkpoint of a step if the block ends
-    without an error. The block must write files with `OutputFile`, which syncs them, and must write
-    the manifest last.
+    """Create an empty temporary folder that becomes the checkpoint of a step if the `with` block
+    ends without an error. The caller must write files with `OutputFile`, which syncs them, and must
+    write the manifest last.
 
     Raises:
         StorageError: a file system error occurred and no checkpoint was created.
@@ -338,13 +345,13 @@ def write_manifest(
     after: int | None = None,
     run_id: str | None = None,
 ) -> None:
-    """Write the manifest of a checkpoint. A folder with a manifest is a complete checkpoint.
+    """Write the manifest of a checkpoint, whose presence marks the checkpoint as complete.
 
     Args:
         folder: the temporary folder of `new_checkpoint`.
         run_folder: the run folder, whose checkpoints determine `sequence` and `parent`.
         step: number of completed optimizer steps.
-        marks: `file_marks` of all files in `folder`.
+        marks: the result of `file_marks` for all files in `folder`.
         val_loss: validation loss at this step, or None if it was not measured.
         after: see `save_checkpoint`.
         run_id: id of the run that saves the checkpoint; None to omit the key.
@@ -368,8 +375,8 @@ def write_manifest(
 
 
 def file_marks(files: Iterable[HashedFile]) -> dict[str, dict[str, Any]]:
-    """Return the manifest entries for files. Each entry is {"bytes": size, "sha256": hex digest},
-    keyed by file name.
+    """Return the manifest entries for files, as a dict that maps each file name to {"bytes": size,
+    "sha256": hex digest}.
     """
     return {file.path.name: {"bytes": file.size, "sha256": file.sha256} for file in files}
 
@@ -390,11 +397,11 @@ def _write_text(path: Path, content: str) -> HashedFile:
 
 
 def own_past(found: Sequence[Saved]) -> list[Saved]:
-    """Return the checkpoints that have an undamaged manifest and do not belong to a dead branch, in
-    their original order.
+    """Return the checkpoints with an undamaged manifest that do not belong to a dead branch, in the
+    given order.
 
-    A checkpoint also belongs to a dead branch if a checkpoint saved after it has the same or an
-    earlier step.
+    A checkpoint also belongs to a dead branch if a checkpoint that was saved later has the same or
+    an earlier step.
     """
     saved = _line(found)
     return [
@@ -403,24 +410,24 @@ def own_past(found: Sequence[Saved]) -> list[Saved]:
 
 
 def best_first(past: Sequence[Saved]) -> list[Saved]:
-    """Return the checkpoints that have a validation loss, lowest loss first. Among equal losses,
-    the checkpoint saved last comes first.
+    """Return the checkpoints that have a validation loss, lowest loss first. If losses are equal,
+    the checkpoint that was saved last comes first.
     """
     measured = [(one.val_loss, -one.sequence, one) for one in past if one.val_loss is not None]
     return [one for _, _, one in sorted(measured, key=lambda entry: entry[:2])]
 
 
 def best_saved(run_folder: Path) -> list[Saved]:
-    """Return a run's checkpoints that have a validation loss and do not belong to a dead branch,
-    lowest loss first. Only the manifests are read, and files are not verified.
+    """Return the checkpoints of a run that have a validation loss and do not belong to a dead
+    branch, lowest loss first. Only the manifests are read; the files are not verified.
     """
     return best_first(own_past(saved_checkpoints(run_folder)))
 
 
 def _line(found: Sequence[Saved]) -> list[Saved]:
-    """Return the newest checkpoint and its ancestors, found by following `parent`, newest first.
-    They include checkpoints that were replaced at the same step. All checkpoints that they leave
-    behind belong to a dead branch.
+    """Return the newest checkpoint and all of its ancestors, found by following `parent`, newest
+    first. The result includes checkpoints that were replaced at the same step. All other undamaged
+    checkpoints belong to a dead branch.
     """
     line: list[Saved] = []
     for one in sorted(found, key=lambda one: one.sequence, reverse=True):

@@ -1,5 +1,5 @@
-"""Retention of checkpoints. After a checkpoint is saved, the checkpoints that a run does not need
-to keep are deleted.
+"""Decide which checkpoints of a run to keep, and delete the others after a new checkpoint has been
+saved.
 """
 
 from __future__ import annotations
@@ -31,35 +31,34 @@ class CheckpointConfig(Section):
     every_steps: int = Field(200, ge=0)
     """number of steps between checkpoints; 0 writes a checkpoint only at the end. If it is above 0,
     a run with `schedule.max_minutes` also saves a checkpoint when a sixth of its time or ten
-    minutes have passed since the last one. It saves less often if saves would take more than 5% of
-    the time.
+    minutes have passed since the last one, or less often if saving would otherwise take more than
+    5% of the time.
     """
     keep_last: int = Field(2, ge=1)
     """number of newest checkpoints to keep."""
     keep_every: int = Field(0, ge=0)
-    """period in steps: checkpoints whose step is a multiple of this value are never deleted; 0
-    disables this.
-    """
+    """checkpoints whose step is a multiple of this number are never deleted; 0 disables this."""
     keep_best: int = Field(1, ge=0)
-    """number of checkpoints with the lowest val/loss to keep in addition; 0 keeps none. A
+    """number of checkpoints with the lowest val/loss to keep in addition to the newest ones. A
     checkpoint is saved at each new lowest val/loss, unless every_steps is 0. This key has no effect
     without validation.
     """
     average_last: int = Field(0, ge=0)
-    """number of checkpoints whose weights are averaged at the end of the run: the last checkpoint
-    and the newest ones whose step is a multiple of every_steps. The average is written to the model
-    folder averaged/ in the run folder, and its validation loss is shown next to the validation loss
-    of the last weights. 0 disables averaging. Weights averaged over the last tenth of a run are
-    often better than the last weights if the learning rate is still high at the end."""
+    """number of checkpoints whose weights are averaged at the end of the run: the last checkpoint,
+    and the latest earlier ones whose step is a multiple of every_steps. The average is written to
+    the model folder averaged/ in the run folder, and its validation loss is shown next to the
+    validation loss of the last weights. 0 disables averaging. Weights averaged over the last tenth
+    of a run are often better than the last weights if the learning rate is still high at the end.
+    """
     asynchronous: bool | None = None
-    """true copies the state and writes the copy while training continues. null chooses at the first
-    save, and selects true if there is enough free memory for the copy.
+    """true copies the state and writes the copy to the disk while training continues. With null,
+    this is decided at the first save: true if there is enough free memory for the copy.
     """
     sharded: bool = False
-    """true lets each process of distributed.engine fsdp write its shards, so that no process has to
-    gather the full model. A run with any engine and any number of processes can resume from such a
-    checkpoint. The last checkpoint of a run is also a Hugging Face model folder. `firstlight
-    convert` creates such a folder from an earlier checkpoint.
+    """true makes each process write its own shards with distributed.engine fsdp, so that no process
+    needs to gather the full model. A run with any engine and any number of processes can resume
+    from such a checkpoint. The last checkpoint of a run is also a Hugging Face model folder.
+    `firstlight convert` creates such a folder from an earlier checkpoint.
     """
 
     @model_validator(mode="after")
@@ -79,11 +78,11 @@ class CheckpointConfig(Section):
 
 
 def averaged_checkpoints(past: Sequence[Saved], config: CheckpointConfig) -> Sequence[Saved]:
-    """Return the checkpoints to average at the end of a run. They are the newest checkpoint of
-    `past` and the latest earlier checkpoints whose step is a multiple of `every_steps`.
+    """Return the checkpoints to average at the end of a run: the newest checkpoint in `past`, and
+    the latest earlier ones whose step is a multiple of `every_steps`.
 
-    When a run is stopped, it saves an additional checkpoint at another step. That checkpoint is
-    excluded, so that stopping and resuming a run does not change the average.
+    A run that is stopped saves an additional checkpoint at a different step. It is not averaged, so
+    that stopping and resuming a run does not change the result.
 
     Args:
         past: result of `own_past`, oldest first.
@@ -100,16 +99,17 @@ def prune_checkpoints(
     config: CheckpointConfig,
     require_folder: Callable[[], None] = lambda: None,
 ) -> None:
-    """Delete the checkpoints that do not have to be kept according to the `checkpoint` section, and
-    incomplete folders left by killed runs.
+    """Delete all checkpoints that the `checkpoint` section does not require to be kept, and
+    incomplete folders left behind by killed runs.
 
     Checkpoints on a dead branch and checkpoints with a damaged manifest are also deleted.
-    Checkpoints of another run are kept. A checkpoint with a damaged manifest is also kept if the
-    manifest does not contain this run's id.
+    Checkpoints of other runs are kept. If a damaged manifest does not contain the id of this run,
+    its checkpoint is also kept.
 
     Args:
         run_folder: the run's folder.
-        newest: the checkpoint saved last. It must already be verified, and it is always kept.
+        newest: the checkpoint saved last. It must already have been verified, and it is always
+            kept.
         config: the recipe's `checkpoint` section.
         require_folder: function that is called before each deletion and raises an error if the
             folder no longer belongs to this run.
@@ -125,8 +125,8 @@ def prune_checkpoints(
     kept.add(newest)
     run_id = run_id_of(run_folder)
     kept |= {one.folder for one in saved if not one.sequence and not names_run(one, run_id)}
-    # Delete the oldest checkpoints first. If the process is killed, the later checkpoints remain,
-    # which are needed to identify the checkpoints of a dead branch.
+    # Delete the oldest checkpoints first, because the later ones are needed to identify checkpoints
+    # of a dead branch and must remain if the process is killed.
     for one in saved:
         if one.folder not in kept:
             require_folder()
@@ -143,8 +143,8 @@ def prune_checkpoints(
 def kept_checkpoints(
     past: Sequence[Saved], keep_last: int, keep_every: int, keep_best: int
 ) -> set[Saved]:
-    """Return the checkpoints in `past` that are kept according to three keys of the `checkpoint`
-    section. `past` is the result of `own_past`, oldest first.
+    """Return the checkpoints to keep according to `keep_last`, `keep_every` and `keep_best`. `past`
+    is the result of `own_past`, oldest first.
     """
     kept = set(past[-keep_last:])
     if keep_every:

@@ -1,10 +1,10 @@
-"""Lock a run folder, identify its run, and check the folder before each write.
+"""Lock a run folder, identify the run in it, and check the folder before each write.
 
-The lock belongs to the inode of the lock file, but files are written by path. If the user moves or
-removes a run folder or deletes its lock file during the run, another run can use the same path. The
-first run would then write to the other run's folder and delete its checkpoints. To detect this,
-`HeldFolder.require` compares the folder at the path with the locked folder, and the content of
-run.json with the text written at the start of this run.
+A lock belongs to the inode of the lock file, but files are written by path. If the user moves or
+removes a run folder or deletes its lock file during a run, another run can start in a folder at the
+same path. The first run would then write to the folder of the second run and delete its
+checkpoints. To prevent this, `HeldFolder.require` checks that the folder at the path is still the
+locked folder, and that run.json still has the content that was written when this run started.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from firstlight.files.atomic import make_folder, storage_errors, write_file
 _LOCK_NAME = ".lock"
 _IN_USE = "is in use by another process: wait until that process ends, or choose another folder"
 
-#: Number of attempts to lock the file if other processes keep deleting it.
+#: Number of attempts to lock the lock file in case other processes keep deleting it.
 _TRIES = 1000
 
 
@@ -34,9 +34,8 @@ class HeldFolder:
 
     Args:
         path: the folder.
-        opened: open file descriptor of the folder. It remains open while the folder is locked, so
-            that the file system can't reuse the folder's inode number for a new folder at the same
-            path.
+        opened: file descriptor of the folder. It remains open while the folder is locked, so that
+            the inode number of the folder can't be reused for a new folder at the same path.
 
     Attributes:
         run_id: id of the run, which is also stored in the manifests of its checkpoints; None before
@@ -49,8 +48,8 @@ class HeldFolder:
         self._claim: bytes | None = None
 
     def claim(self) -> None:
-        """Write run.json with the id of the run and a new id for this start. A new run gets a new
-        id.
+        """Write run.json with the id of the run and a new id for this start. If there is no id for
+        the run yet, create one.
 
         Raises:
             CheckpointError: the folder was moved or removed.
@@ -67,8 +66,8 @@ class HeldFolder:
 
         Raises:
             CheckpointError: the folder was moved, removed or replaced, or another process has
-                started a run in it. The latter can happen if the lock file was deleted or if locks
-                do not work on the file system.
+                started a run in it. Another process can only do this if the lock file was deleted,
+                or if locks do not work on the file system.
             StorageError: a file system error during the check.
         """
         found: bytes | None = None
@@ -94,16 +93,16 @@ class HeldFolder:
 
 @contextlib.contextmanager
 def held(folder: Path, lock_name: str = _LOCK_NAME) -> Iterator[HeldFolder]:
-    """Lock a run folder for the duration of the block, because two processes writing to the same
-    folder would destroy the run. The folder is created if it does not exist.
+    """Lock a run folder for the duration of the `with` block, because two processes that write to
+    the same folder would destroy the run. If the folder does not exist, it is created.
 
-    The operating system releases the lock when the process ends, for whatever reason. If nothing
-    was written to the folder, the lock file and the folders created by this function are deleted on
+    If the process ends for any reason, the operating system releases the lock. If nothing was
+    written to the folder, the lock file and all folders created by this function are deleted on
     exit.
 
     Args:
         folder: the run folder.
-        lock_name: name of the lock file in it.
+        lock_name: name of the lock file in the run folder.
 
     Yields:
         The locked folder. Call its `require` method before each write.
@@ -120,8 +119,8 @@ def held(folder: Path, lock_name: str = _LOCK_NAME) -> Iterator[HeldFolder]:
     with storage_errors(folder):
         file = _locked(folder, lock_name)
     before = set(os.listdir(folder))
-    # Keep the folder open while it is locked, so that a new folder at the same path can't get the
-    # same inode number.
+    # Keep the folder open while it is locked, so that its inode number can't be reused for a new
+    # folder at the same path.
     opened = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
     with file:
         try:
@@ -136,19 +135,19 @@ def held(folder: Path, lock_name: str = _LOCK_NAME) -> Iterator[HeldFolder]:
 
 
 def is_held(folder: Path, lock_name: str = _LOCK_NAME) -> bool:
-    """Return True if a process has locked the run folder, which means that a run is active in it.
+    """Return True if a run folder is locked by a process, which means that a run is active.
 
     Args:
         folder: the run folder.
-        lock_name: name of the lock file in it.
+        lock_name: name of the lock file in the run folder.
     """
     try:
         opened = os.open(folder / lock_name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError:
         return False
     try:
-        # If the lock is free, this process holds it briefly, and a run that starts at that moment
-        # is rejected. Callers should therefore stop polling after the first False.
+        # If the lock is free, this check acquires it for a moment, and a run that starts at that
+        # moment fails. Callers should therefore stop polling after the first False.
         fcntl.flock(opened, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return True
@@ -164,12 +163,12 @@ def _locked(folder: Path, lock_name: str) -> FileIO:
         CheckpointError: another process holds the lock.
         StorageError: the folder can't be created.
     """
-    # A process that ends may delete the lock file and the folder between any two of these
-    # statements, so retry. If the folder can't be created at all, every attempt fails.
+    # Retry, because another process may end and delete the lock file and the folder between any two
+    # of these statements. If the folder can't be created at all, every attempt fails.
     for left in range(_TRIES, 0, -1):
         try:
-            # This call also syncs the folder's entry in its parent. Otherwise, a crash could lose
-            # all files.
+            # This call also syncs the entry of the folder in its parent. Otherwise, a crash could
+            # lose all files.
             make_folder(folder)
         except StorageError as error:
             if left == 1 or not isinstance(error.__cause__, FileNotFoundError):

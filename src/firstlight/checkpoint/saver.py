@@ -1,6 +1,6 @@
-"""Save checkpoints, synchronously or in the background while training continues.
+"""Save checkpoints, either synchronously or in the background while training continues.
 
-In most runs, the main process writes the whole checkpoint with a `CheckpointSaver`. With
+By default, the main process writes the entire checkpoint with a `CheckpointSaver`. With
 `checkpoint.sharded`, each process writes its own shards with a `ShardedSaver`.
 """
 
@@ -53,32 +53,32 @@ from firstlight.parallel.engine import Engine
 from firstlight.weights.loading import weights_to_save
 from firstlight.weights.stored import WEIGHTS_NAME
 
-#: Maximum fraction of the free memory that the copies of all processes on a machine may use. The
-#: free memory is measured at the first save.
+#: Maximum fraction of the free memory of a machine that the copies of all its processes can use.
+#: The free memory is measured at the first save.
 _COPY_SHARE = 0.5
 
 
 class Saver:
-    """Interface for saving checkpoints. Processes other than the main process use this base class,
-    which participates in gathering the state but writes nothing.
+    """Interface for saving checkpoints. This base class is used by all processes except the main
+    process: it participates in gathering the state, but does not write anything.
 
     Attributes:
-        saved_step: step of the run's newest complete checkpoint, or -1 if there is none. A run that
-            continues from an older checkpoint after being resumed or rolled back sets this to the
-            step of that checkpoint. This must not be done while a checkpoint is being written (see
-            `wait`). Later checkpoints then belong to a dead branch.
-        write_seconds: time in seconds that the background thread took to write the newest
-            checkpoint; 0 if it has not written any.
+        saved_step: step of the newest complete checkpoint of the run, or -1 if there is none. A run
+            that continues from an older checkpoint, after being resumed or rolled back, sets it to
+            the step of that checkpoint. All later checkpoints then belong to a dead branch. It must
+            not be set while a checkpoint is being written (see `wait`).
+        write_seconds: time in seconds that it took the background thread to write the newest
+            checkpoint; 0 if the thread has not written any checkpoint.
     """
 
     saved_step = -1
     write_seconds = 0.0
 
     def save(self, step: int, capture: Callable[[], Checkpoint]) -> float:
-        """Save a checkpoint of the current state. Return the time in seconds for which training
-        waited.
+        """Save a checkpoint of the current state. Return the time in seconds for which training had
+        to wait.
 
-        The call first waits until the previous checkpoint is written.
+        If the previous checkpoint is still being written, this method waits for it first.
 
         Args:
             step: number of completed optimizer steps.
@@ -88,22 +88,23 @@ class Saver:
 
         Raises:
             CheckpointError, StorageError: this or the previous checkpoint could not be written.
-                With asynchronous saving, an error in this checkpoint is raised by a later call.
+                With asynchronous saving, an error in writing this checkpoint is raised by a later
+                call.
         """
         capture()
         self.saved_step = step
         return 0.0
 
     def require_written(self) -> None:
-        """Raise the background thread's error if the thread has failed since the last call. This
-        method does not wait for the thread.
+        """If the background thread has failed since the last call, raise its error. This method
+        does not wait for the thread.
 
         Raises:
             CheckpointError, StorageError: the checkpoint could not be written.
         """
 
     def wait(self) -> None:
-        """Wait until the checkpoint that is being written is complete.
+        """Wait until any checkpoint that is being written is complete.
 
         Raises:
             CheckpointError, StorageError: the checkpoint could not be written.
@@ -115,7 +116,7 @@ class Saver:
 
 class BackgroundSaver(Saver):
     """Base class for savers that copy the state and write the copy while training continues. It
-    owns a thread and the memory for the copies, which is reused for each save.
+    owns the thread that writes, and the memory for the copies, which is reused for each save.
 
     Args:
         run_folder: the run's folder.
@@ -136,9 +137,7 @@ class BackgroundSaver(Saver):
 
     @property
     def _parent(self) -> int | None:
-        """Step of the checkpoint from which the next checkpoint continues, or None for the first
-        checkpoint.
-        """
+        """Step of the checkpoint before the next one, or None if there is none."""
         return self.saved_step if self.saved_step >= 0 else None
 
     @property
@@ -152,9 +151,9 @@ class BackgroundSaver(Saver):
 
     @contextlib.contextmanager
     def _in_own_folder(self) -> Iterator[None]:
-        """Check the run folder after an error in the block. If the folder no longer belongs to this
-        run, raise an error that explains this, because the original error may mention only missing
-        files.
+        """If an error occurs in the `with` block, check the run folder. If it no longer belongs to
+        this run, raise an error that explains this, because the original error may only mention
+        missing files.
         """
         try:
             yield
@@ -163,14 +162,14 @@ class BackgroundSaver(Saver):
             raise
 
     def _have_room(self, tensors: Iterable[Tensor], processes: int = 1) -> bool:
-        """Return True if this machine has enough free memory for `processes` processes to each copy
-        tensors of this size.
+        """Return True if this machine has enough free memory for tensors of this size to be copied
+        by each of `processes` processes.
         """
         free = free_memory_bytes(torch.device("cpu")) / processes
         return sum(tensor.nbytes for tensor in tensors) <= _COPY_SHARE * free
 
     def _prune(self, newest: Path) -> None:
-        """Delete checkpoints that are no longer needed, once `newest` is complete."""
+        """Delete checkpoints that are no longer needed now that `newest` is complete."""
         prune_checkpoints(self._run_folder, newest, self._config, self._require_folder)
 
     def _release(self) -> None:
@@ -180,11 +179,11 @@ class BackgroundSaver(Saver):
 
 
 class CheckpointSaver(BackgroundSaver):
-    """Saver of the main process. It writes and verifies a run's checkpoints, and deletes
-    checkpoints that are no longer needed.
+    """Saver for the main process. It writes and verifies the checkpoints of a run, and deletes
+    those that are no longer needed.
 
-    With asynchronous saving, `save` only copies the tensors, and a thread does the rest while
-    training continues. The process waits for the thread before it exits.
+    With asynchronous saving, `save` only copies the tensors. A thread does everything else while
+    training continues, and the process does not exit before the thread has finished.
 
     Args:
         run_folder, config, held: see `BackgroundSaver`.
@@ -197,7 +196,7 @@ class CheckpointSaver(BackgroundSaver):
         self._writing: Future[None] | None = None
 
     def save(self, step: int, capture: Callable[[], Checkpoint]) -> float:
-        """See `Saver.save`."""
+        """Save a checkpoint; see `Saver.save`."""
         start = time.perf_counter()
         self.wait()
         checkpoint = capture()
@@ -220,8 +219,8 @@ class CheckpointSaver(BackgroundSaver):
         try:
             self._writing.result()
         finally:
-            # If a signal interrupted the wait, the write is not done yet, and a later call waits
-            # again.
+            # If a signal interrupted the wait, the checkpoint is not complete yet, and a later call
+            # waits again.
             if self._writing.done():
                 self._writing = None
 
@@ -240,7 +239,7 @@ class CheckpointSaver(BackgroundSaver):
         return self._asynchronous
 
     def _snapshot(self, checkpoint: Checkpoint) -> Checkpoint:
-        """Return a copy of a checkpoint that is not affected by later steps."""
+        """Return a copy of a checkpoint that later training steps do not change."""
         model, optimizer = checkpoint.model, checkpoint.optimizer
         if not checkpoint.is_copy:
             copies = self._copies.take(dict(_tensors(checkpoint)))
@@ -265,7 +264,7 @@ class CheckpointSaver(BackgroundSaver):
 
 
 def _tensors(checkpoint: Checkpoint) -> Iterable[tuple[str, Tensor]]:
-    """Yield all tensors of a checkpoint with unique names: "model NAME" or "optimizer NAME"."""
+    """Yield all tensors of a checkpoint under unique names: "model NAME" or "optimizer NAME"."""
     parts: dict[str, Mapping[str, Tensor]] = {
         "model": checkpoint.model,
         "optimizer": checkpoint.optimizer,
@@ -280,7 +279,7 @@ class Snapshot:
         self._buffers: dict[str, Tensor] = {}
 
     def take(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Copy tensors to the CPU. Return the copies, keyed by name. They are valid until the next
+        """Copy tensors to the CPU. Return the copies, keyed by name, which are valid until the next
         call.
 
         Args:
@@ -295,8 +294,8 @@ class Snapshot:
                 )
                 self._buffers[name] = buffer
             buffer.copy_(tensor.detach(), non_blocking=tensor.is_cuda)
-        # Copies from a GPU are asynchronous. Without an argument, `synchronize` would wait for the
-        # current device, which may be a different GPU.
+        # Wait for the asynchronous copies from each GPU. Without an argument, `synchronize` would
+        # wait for the current device, which may be a different GPU.
         for device in {tensor.device for tensor in tensors.values() if tensor.is_cuda}:
             torch.cuda.synchronize(device)
         return {name: self._buffers[name] for name in tensors}
@@ -308,7 +307,7 @@ class Snapshot:
 
 # Sharded checkpoints
 
-#: This process's shards, keyed by `WEIGHTS` or `MOMENTS` and then by tensor name.
+#: Shards of this process, keyed by `WEIGHTS` or `MOMENTS` and then by tensor name.
 _Shards = dict[str, dict[str, TensorShard]]
 
 
@@ -317,18 +316,18 @@ class _DiscardedError(Exception):
 
 
 class ShardedSaver(BackgroundSaver):
-    """Saver for sharded checkpoints, to which each process writes its own shards. All processes of
-    a run must call each method at the same points of the run.
+    """Saver for sharded checkpoints, to which each process writes its own shards. All processes
+    must call each method at the same points of the run.
 
-    Each process writes and verifies its own files without communication, in a thread if saving is
-    asynchronous. Then, between two steps, the processes exchange the sizes and hashes of their
-    files, and the main process writes the manifest and renames the folder.
+    Each process writes and verifies its own files without communicating with the others, in a
+    thread if saving is asynchronous. Between two later steps, the processes then exchange the sizes
+    and hashes of their files, and the main process writes the manifest and renames the folder.
 
     Args:
         run_folder: the run's folder, on a file system shared by all processes.
         config: the recipe's `checkpoint` section.
-        is_last: function that returns True if a step is the last step of the run. The last
-            checkpoint also contains the weights in a single file.
+        is_last: function that returns True for the last step of the run, whose checkpoint also
+            contains the weights in a single file.
         held: see `BackgroundSaver`.
     """
 
@@ -349,17 +348,17 @@ class ShardedSaver(BackgroundSaver):
         self._deleting: Future[None] | None = None
 
     def save(self, step: int, capture: Callable[[], Checkpoint]) -> float:
-        """See `Saver.save`.
+        """Save a checkpoint; see `Saver.save`.
 
         Args:
             step: number of completed optimizer steps.
-            capture: function that returns this process's part of the state, which consists of
-                sharded tensors (DTensors) and tensors that are not sharded.
+            capture: function that returns this process's part of the state: sharded tensors
+                (DTensors), and tensors that are not sharded.
 
         Raises:
             CheckpointError, StorageError: a process could not write its part of this or the
-                previous checkpoint. With asynchronous saving, an error in this checkpoint is raised
-                by a later call.
+                previous checkpoint. With asynchronous saving, an error in writing this checkpoint
+                is raised by a later call.
         """
         start = time.perf_counter()
         self.wait()
@@ -381,8 +380,8 @@ class ShardedSaver(BackgroundSaver):
         return time.perf_counter() - start
 
     def require_written(self) -> None:
-        """Finish the pending checkpoint if all processes have written their parts. Otherwise,
-        return without waiting.
+        """If all processes have written their parts of the pending checkpoint, finish it.
+        Otherwise, return without waiting.
 
         Raises:
             CheckpointError, StorageError: a process could not write its part, or old checkpoints
@@ -394,7 +393,7 @@ class ShardedSaver(BackgroundSaver):
             self._wait_for_deleting()
 
     def wait(self) -> None:
-        """Wait until the checkpoint that is being written is complete.
+        """Wait until any checkpoint that is being written is complete.
 
         Raises:
             CheckpointError, StorageError: a process could not write its part, or old checkpoints
@@ -407,8 +406,8 @@ class ShardedSaver(BackgroundSaver):
         self._wait_for_deleting()
 
     def close(self) -> None:
-        """Stop threads and free memory. An incomplete checkpoint is abandoned, because finishing it
-        requires the other processes, which may have ended.
+        """Stop threads and free memory. An incomplete checkpoint is abandoned, because it can't be
+        finished without the other processes, which may have ended.
         """
         try:
             if self._writing is not None:
@@ -426,8 +425,8 @@ class ShardedSaver(BackgroundSaver):
             deleting.result()
 
     def _is_asynchronous(self, shards: _Shards) -> bool:
-        """Return True if every process has enough memory for its copies, which the processes
-        determine together at the first save.
+        """Return True if every process has enough memory for its copies. The processes decide this
+        together at the first save.
         """
         if self._asynchronous is None:
             tensors = (p.tensor for part in shards.values() for p in part.values())
@@ -435,7 +434,7 @@ class ShardedSaver(BackgroundSaver):
         return self._asynchronous
 
     def _snapshot(self, shards: _Shards) -> _Shards:
-        """Return copies of shards that are not affected by later steps."""
+        """Return copies of shards that later training steps do not change."""
         copies = self._copies.take(
             {f"{kind} {n}": p.tensor for kind, part in shards.items() for n, p in part.items()}
         )
@@ -458,9 +457,9 @@ class ShardedSaver(BackgroundSaver):
         """Write this process's files.
 
         Returns:
-            {"marks": `file_marks` of the files} or, after an error, {"error": message, "of_disk":
-            True for a StorageError}. Errors are returned rather than raised, because all processes
-            must raise them.
+            {"marks": result of `file_marks` for the files} or, after an error, {"error": message,
+            "of_disk": True for a StorageError}. An error is returned instead of raised, because all
+            processes must raise it together.
         """
         rank, size = self._world.rank, self._world.size
         try:
@@ -522,8 +521,8 @@ class ShardedSaver(BackgroundSaver):
 
 
 def _write_whole(folder: Path, state: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Write the weights to a single file in addition to their shards, so that `folder` is also a
-    Hugging Face model folder. Return the `file_marks` of the new file.
+    """Write the weights to a single file in addition to the shards, so that `folder` is also a
+    Hugging Face model folder. Return the result of `file_marks` for the new file.
     """
     model = sharded_model(folder, saved_vocab_multiple(folder, state))
     with HashedFile(folder / WEIGHTS_NAME) as file:
@@ -533,10 +532,11 @@ def _write_whole(folder: Path, state: Mapping[str, Any]) -> dict[str, dict[str, 
 
 
 def _require_on_disk(files: list[HashedFile]) -> None:
-    """Read files back from the disk and compare their SHA-256.
+    """Read files back from the disk, and compare their SHA-256 with that of the data that was
+    written.
 
     Raises:
-        CheckpointError: the content of a file on the disk differs from the data that was written.
+        CheckpointError: a file on the disk has different content.
     """
     for file in files:
         forget_cached(file.path)

@@ -1,4 +1,4 @@
-"""Select the checkpoint or model folder named by the user, or the checkpoint from which a run
+"""Select the checkpoint or model folder that the user specifies, or the checkpoint from which a run
 resumes or to which it rolls back.
 """
 
@@ -50,18 +50,18 @@ def newest_checkpoint(run_folder: Path) -> tuple[Path | None, list[str]]:
     A checkpoint of a dead branch (see manifest.py) is used only if all others are damaged.
 
     Returns:
-        (folder of the checkpoint, or None if the run has no checkpoints; messages about damaged
-        newer checkpoints and about checkpoints of other runs).
+        (folder of the checkpoint, or None if the run has no checkpoints; messages about newer
+        checkpoints that are damaged and about checkpoints of other runs).
 
     Raises:
-        CheckpointError: there are checkpoints, but none of them is usable.
+        CheckpointError: the run has checkpoints, but none of them is usable.
     """
 
     def newest_first() -> list[Saved]:
         saved = saved_checkpoints(run_folder)
         past = own_past(saved)
         dead = [one for one in saved if one.sequence and one not in past]
-        # Checkpoints with a damaged manifest are included only to report them.
+        # Include checkpoints with a damaged manifest in order to report them.
         return [*reversed([one for one in saved if one not in dead]), *reversed(dead)]
 
     folder, problems = _first_sound(newest_first)
@@ -75,11 +75,11 @@ def newest_checkpoint(run_folder: Path) -> tuple[Path | None, list[str]]:
 
 
 def _first_sound(candidates: Callable[[], Iterable[Saved]]) -> tuple[Path | None, list[str]]:
-    """Return the folder of the first candidate that passes `verify_checkpoint`, or None, together
-    with the error messages for the candidates before it.
+    """Return (folder of the first candidate that passes `verify_checkpoint`, or None; error
+    messages for the candidates before it).
 
-    If a candidate is deleted during the search, the run has saved a newer checkpoint, so the search
-    is repeated with new candidates.
+    If a candidate is deleted during the search, the run must have saved a newer checkpoint, so the
+    search is repeated with an updated list of candidates.
     """
     while True:
         problems: list[str] = []
@@ -105,9 +105,9 @@ def read_model_folder(
 ) -> T:
     """Select a model folder with `resolve_model_folder`, call `read` on it, and return the result.
 
-    If `name` is a run folder and the run deletes the checkpoint while it is being read, the
-    checkpoint that has become the newest or best is read instead. If `name` is the path of the
-    deleted checkpoint itself, an error is raised.
+    A run may delete the selected checkpoint while it is being read. If `name` is the run folder,
+    the checkpoint that is now the newest or best one is read instead. If `name` is the path of the
+    checkpoint itself, an error is raised.
 
     Args:
         name, pickled, best: see `resolve_model_folder`.
@@ -124,8 +124,8 @@ def read_model_folder(
             if folder.exists():
                 raise
         else:
-            # If the folder was deleted in the meantime, optional files such as the tokenizer may be
-            # missing from the result.
+            # If the folder was deleted during the call to `read`, optional files such as the
+            # tokenizer may be missing from the result, so check that it still exists.
             if folder.exists():
                 return result
 
@@ -148,8 +148,8 @@ def best_checkpoint(run_folder: Path) -> tuple[Path | None, list[str]]:
 
 
 def resolve_model_folder(name: str | Path, *, pickled: bool = False, best: bool = False) -> Path:
-    """Return the model folder for a command's CHECKPOINT argument. If the folder is a checkpoint,
-    verify it.
+    """Return the model folder for the CHECKPOINT argument of a command. If the folder is a
+    checkpoint, verify it.
 
     Args:
         name: a run folder, a checkpoint folder, any Hugging Face model folder, a GGUF file, or the
@@ -186,12 +186,11 @@ def resolve_model_folder(name: str | Path, *, pickled: bool = False, best: bool 
 
 
 def resolve_tokenizer(name: str | Path) -> Path:
-    """Return the file or folder of a tokenizer. `name` can refer to the tokenizer itself or to a
-    model that includes it.
+    """Return the file or folder of a tokenizer, which is specified directly or as part of a model.
 
     Args:
-        name: a tokenizer's file or folder, or a model as in `resolve_model_folder`. For an adapter
-            without a tokenizer, the tokenizer of its base model is used.
+        name: file or folder of a tokenizer, or a model as for `resolve_model_folder`. For an
+            adapter without a tokenizer, the tokenizer of the base model is used.
 
     Raises:
         CheckpointError, ModelError: see `resolve_model_folder`.
@@ -202,8 +201,8 @@ def resolve_tokenizer(name: str | Path) -> Path:
     if path.is_file() or has_tokenizer(path):
         return path
     if not path.is_dir() and str(name).partition("@")[0].count("/") != 1:
-        # The name is neither a path nor a hub id. The caller raises an error when it reads the
-        # path.
+        # The name is neither a path nor a hub id, so the caller will raise an error when it reads
+        # the path.
         return path
     if path.is_dir() and not (path / CHECKPOINTS).is_dir() and not is_adapter(path):
         require_not_trainer(path)
@@ -215,7 +214,7 @@ def resolve_tokenizer(name: str | Path) -> Path:
 
 
 def trained_on(folder: Path) -> dict[str, Any]:
-    """Return the `data` entry in a checkpoint's state, which includes `dir`, `seq_len` and
+    """Return the `data` entry of a checkpoint's state, which contains `dir`, `seq_len` and
     `document_masking` of the training data. Return {} for a folder that is not a checkpoint.
     """
     if not (folder / STATE_NAME).is_file():
@@ -228,18 +227,20 @@ def trained_on(folder: Path) -> dict[str, Any]:
 def checkpoint_before(
     run_folder: Path, step: int, saved_step: int, every_steps: int
 ) -> Path | None:
-    """Return the folder of the checkpoint to which a run rolls back, or None if there is none. It
-    is the newest checkpoint before `step` that passes `verify_checkpoint`.
+    """Return the folder of the checkpoint to which a run should roll back, or None if there is
+    none. In general, this is the newest checkpoint before `step` that passes `verify_checkpoint`.
 
-    Checkpoints whose last step was not skipped and checkpoints at regular steps (multiples of
-    `every_steps`) are preferred. A run that was stopped and resumed has an additional checkpoint.
-    Because of this preference, such a run rolls back to the same step as an uninterrupted run.
+    However, checkpoints whose last step was not skipped are preferred, and so are checkpoints at
+    regular steps (multiples of `every_steps`). A run that was stopped and resumed has an additional
+    checkpoint. Because of the preference for regular steps, such a run rolls back to the same step
+    as an uninterrupted run.
 
     Args:
         run_folder: the run's folder.
-        step: step that failed, or target step of an earlier rollback after which no step succeeded.
-        saved_step: step of the run's newest checkpoint. Checkpoints of later steps belong to a dead
-            branch.
+        step: step that failed, or the target of the previous rollback if no step has succeeded
+            since then.
+        saved_step: step of the newest checkpoint of the run. Checkpoints at later steps belong to a
+            dead branch.
         every_steps: the recipe's `checkpoint.every_steps`.
     """
     found = []
@@ -247,7 +248,8 @@ def checkpoint_before(
         if one.step < step and one.step <= saved_step:
             with contextlib.suppress(CheckpointError):
                 state = load_trainer_state(one.folder)
-                # If all steps were skipped, the checkpoint only contains the run's initial state.
+                # A checkpoint in which all steps were skipped only contains the initial state of
+                # the run.
                 if state.get("skipped_steps", 0) < one.step:
                     found.append((*_merits(state, one.step, every_steps), one.sequence, one.folder))
     for *_, folder in sorted(found, reverse=True):

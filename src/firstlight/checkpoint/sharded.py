@@ -1,16 +1,16 @@
-"""Files of sharded tensors. Each process writes its own shards, and any number of processes can
-read them.
+"""Write and read files of sharded tensors. Each process writes its own shards, and any number of
+processes can read them.
 
     optimizer.shard-00001-of-00004.safetensors
     model.shard-00001-of-00004.safetensors
 
 The format is that of torch's `HuggingFaceStorageWriter(save_distributed=True)`: safetensors files
-with metadata that contains the offsets of each shard in its tensor. torch.distributed.checkpoint
-and its consolidation functions can read these files. torch's default format is not used, because
-its index is a pickle.
+whose metadata contains the offsets of each shard within its tensor. torch.distributed.checkpoint
+and its consolidation functions can read these files. torch's default format is not used because its
+index is a pickle.
 
-Weights have the names and shapes of the model's parameters. In contrast to a Hugging Face folder,
-experts are stacked, and the vocabulary includes padding rows.
+Weights have the names and shapes of the model's parameters. Unlike in a Hugging Face model folder,
+the weights of all experts are stacked in one tensor, and the vocabulary includes padding rows.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _PLACES_KEY = "DCP_SHARDING_INFO"
 _OFFSETS_KEY = "saved_offsets"
 _VERSION_KEY = "DCP_VERSION"
 
-#: Supported dtypes of sharded tensors, keyed by safetensors name.
+#: Supported dtypes of sharded tensors, keyed by their names in safetensors.
 _DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -62,7 +62,7 @@ _DTYPES = {
 
 @dataclass(frozen=True)
 class TensorShard:
-    """Rectangular part of a tensor that is stored by one process.
+    """A rectangular part of a tensor that is stored by one process.
 
     Attributes:
         tensor: elements of the shard, with as many dimensions as the full tensor.
@@ -75,7 +75,7 @@ class TensorShard:
 
 @dataclass(frozen=True)
 class StoredShape:
-    """Shape and dtype of a tensor whose shards are stored in the files of a folder.
+    """Shape and dtype of a tensor that is stored as shards.
 
     Attributes:
         shape: shape of the full tensor.
@@ -99,7 +99,7 @@ def shard_name(kind: str, rank: int, size: int) -> str:
 
 def shard_names(names: Iterable[str]) -> list[str]:
     """Return the names of all shard files that a checkpoint must contain, derived from the names of
-    its existing files. Return [] if it is not sharded.
+    its existing files. Return [] if the checkpoint is not sharded.
     """
     counts = {int(m[3]) for name in names if (m := _FILE_NAME.fullmatch(name))}
     return [
@@ -114,13 +114,13 @@ def own_shards(tensors: Mapping[str, Tensor]) -> dict[str, TensorShard]:
     """Return the shards that this process must write, so that each element is written by exactly
     one process.
 
-    If several processes have a copy of a shard (hybrid sharding), one of them is chosen based on
-    the tensor's name. Tensors that are not sharded must be passed by exactly one process.
+    If several processes have a copy of a shard (hybrid sharding), the name of the tensor determines
+    which of them writes it. Only one process must pass tensors that are not sharded.
 
     Returns:
         Shards whose tensors share memory with `tensors` and are on the same device.
     """
-    # Imported here, because the import takes almost a second.
+    # Import this here, because it takes almost a second.
     from torch.distributed.checkpoint.default_planner import create_default_local_save_plan
 
     cut = {name: t for name, t in tensors.items() if is_sharded(t) and _is_owner(name, t)}
@@ -158,7 +158,7 @@ def _is_owner(name: str, tensor: Tensor) -> bool:
 
 
 def write_shards(path: Path, shards: Mapping[str, TensorShard]) -> HashedFile:
-    """Write the file with this process's shards. Return the written file, including its size and
+    """Write a file with the shards of this process. Return the written file, including its size and
     SHA-256.
 
     Raises:
@@ -173,8 +173,8 @@ def write_shards(path: Path, shards: Mapping[str, TensorShard]) -> HashedFile:
 
 
 def stored_shapes(folder: Path, kind: str) -> dict[str, StoredShape]:
-    """Return the shapes and dtypes of the tensors in a folder's shards, after checking that the
-    shards are complete.
+    """Return the shapes and dtypes of the tensors that are stored as shards in a folder, after
+    checking that the shards are complete.
 
     Args:
         kind: `WEIGHTS` or `MOMENTS`.
@@ -207,7 +207,7 @@ def read_shards(folder: Path, kind: str, targets: Mapping[str, Tensor]) -> None:
 
     Args:
         kind: `WEIGHTS` or `MOMENTS`.
-        targets: full tensors, or DTensors with any sharding, keyed by name. They may be on any
+        targets: full tensors, or DTensors with any sharding, keyed by name. They can be on any
             device, and must have the same shapes and dtypes as in the files.
 
     Raises:
@@ -233,7 +233,7 @@ def read_shards(folder: Path, kind: str, targets: Mapping[str, Tensor]) -> None:
     files = [str(path) for path in _files(folder, kind)]
 
     class Shards(FileSystem):
-        """File system view in which the folder contains only the files of one kind."""
+        """View of the file system in which a folder contains only shard files of one kind."""
 
         def ls(self, path: Any) -> list[str]:
             return files
@@ -242,8 +242,7 @@ def read_shards(folder: Path, kind: str, targets: Mapping[str, Tensor]) -> None:
     reader.fs = Shards()
     try:
         with warnings.catch_warnings():
-            # torch warns that processes read independently of each other (no_dist), which is
-            # intended here.
+            # torch warns that each process reads on its own (no_dist), which is intended here.
             warnings.simplefilter("ignore", UserWarning)
             load(
                 {name: target.detach() for name, target in targets.items()},
@@ -276,15 +275,15 @@ def read_full_tensors(
 
 
 def sharded_model(folder: Path, vocab_multiple: int) -> Model:
-    """Load the full model from a sharded checkpoint onto the CPU.
+    """Load the full model from a sharded checkpoint into CPU memory.
 
     Args:
         folder: the checkpoint's folder.
-        vocab_multiple: multiple to which the checkpoint's vocabulary is padded.
+        vocab_multiple: the vocabulary in the checkpoint is padded to a multiple of this number.
 
     Raises:
         ModelError: config.json is damaged.
-        CheckpointError: the shards don't match the model of config.json, or are damaged.
+        CheckpointError: the shards are damaged, or do not match the model in config.json.
     """
     model = fitting_model(read_config(folder), folder, vocab_multiple)
     allocate(model, torch.device("cpu"))
@@ -293,11 +292,11 @@ def sharded_model(folder: Path, vocab_multiple: int) -> Model:
 
 
 def fitting_model(config: ModelConfig, folder: Path, vocab_multiple: int) -> Model:
-    """Build the model of a config on the meta device, and check that it matches the shards in a
+    """Build a model from its config on the meta device, and check that it matches the shards in a
     folder.
 
     Raises:
-        ModelError: the config's model and the shards have very different numbers of tensors.
+        ModelError: the model and the shards have very different numbers of tensors.
         CheckpointError: a tensor is missing, unexpected or has a different shape.
     """
     stored = stored_shapes(folder, WEIGHTS)
@@ -325,15 +324,16 @@ def restore_shards(
     other_prefix: str,
     has_moments: bool,
 ) -> dict[str, Tensor]:
-    """Load this process's shards of a checkpoint's weights and moments into a model and its
-    optimizer.
+    """Load the weights and moments from a sharded checkpoint into a model and its optimizer. Each
+    process only reads its own shards.
 
     Args:
         folder: a sharded checkpoint.
-        model: the model, which is changed in place. Its parameters may be sharded in any way.
-        optimizer: the model's optimizer, which is changed in place.
-        vocab_multiple: multiple to which the model's vocabulary is padded.
-        other_prefix: prefix of the names of tensors in the optimizer file that are not moments.
+        model: the model, which is modified in place. Its parameters can be sharded in any way.
+        optimizer: the optimizer of the model, which is modified in place.
+        vocab_multiple: the vocabulary of the model is padded to a multiple of this number.
+        other_prefix: prefix of the names of those tensors in the optimizer files that are not
+            moments.
         has_moments: True to raise an error if the checkpoint has no moments.
 
     Returns:
@@ -364,12 +364,13 @@ def _files(folder: Path, kind: str) -> list[Path]:
     return [folder / name for name in shard_names(names) if name.startswith(f"{kind}.")]
 
 
-#: Start and end (exclusive) of a shard in each dimension of the full tensor.
+#: Box of a shard: (start indices, exclusive end indices), each with one number per dimension of the
+#: full tensor.
 _Box = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 def _shards_of(path: Path) -> list[tuple[str, _Box, torch.dtype]]:
-    """Return the name, box and dtype of each shard in a file."""
+    """Return (tensor name, box, dtype) for each shard in a file."""
     try:
         header = read_header(path)
         with safetensors.safe_open(path, framework="pt") as file:
@@ -393,7 +394,7 @@ def _shards_of(path: Path) -> list[tuple[str, _Box, torch.dtype]]:
 
 def _union(boxes: list[_Box]) -> tuple[int, ...] | None:
     """Return the shape of the tensor that the boxes fill without gaps or overlaps, or None if there
-    is none.
+    is no such tensor.
     """
     if len({len(begins) for begins, _ in boxes}) != 1:
         return None
@@ -401,7 +402,7 @@ def _union(boxes: list[_Box]) -> tuple[int, ...] | None:
     volume = sum(math.prod(e - b for b, e in zip(*box, strict=True)) for box in boxes)
     if volume != math.prod(shape):
         return None
-    # The boxes have as many elements as the full tensor in total, so they fill it unless two of
+    # Together, the boxes have as many elements as the full tensor, so they fill it unless two of
     # them overlap.
     open_boxes: list[_Box] = []
     for box in sorted(boxes):

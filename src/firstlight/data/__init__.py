@@ -1,3 +1,1 @@
-"""Training data: text sources, preparation of token shards, packing of rows, and the data
-loader.
-"""
+"""Prepare and load training data: text sources, token shards, row packing, and the data loader."""

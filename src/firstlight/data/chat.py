@@ -68,11 +68,11 @@ from firstlight.tokenizer.messages import LOST, normalize_message, template_opti
 #: Number of tokens per shard. Shards of conversations are smaller than shards of text, because the
 #: loss mask of a whole shard is kept in memory.
 _SHARD_TOKENS = 10_000_000
-#: Maximum number of names of unused fields that are counted.
+#: Maximum number of distinct unused fields that are counted by name.
 _MOST_FIELDS = 1000
 
 
-#: Name of the option for bad records in training and in `firstlight prepare`, for error messages.
+#: Option for bad records as it is shown in error messages, for training and for `prepare`.
 _ON_BAD = "--data.on_bad {0}, or --on-bad {0} of prepare,"
 
 
@@ -81,21 +81,22 @@ class ChatOptions:
     """Options for converting records to examples.
 
     Attributes:
-        kind: kind of the records: "chat" for conversations, or "preference" for records with two
-            answers to one prompt (see `conversations`). Each preference record becomes two
-            examples, of which the first contains the chosen answer.
+        kind: kind of the records: "chat" for conversations, or "preference" for records with a
+            preferred and a rejected answer to one prompt. Each preference record becomes two
+            examples, the preferred answer first.
         form: format of the records; "auto" detects the format of each record from its keys.
-        train_on: tokens to use as labels: "assistant" for the assistant's tokens (answers, tool
-            calls, reasoning) and the end tokens of its turns; "last" for the tokens of its last
-            message only; "answers" for the same tokens as "assistant", but without the reasoning;
-            "all" for every token except the first token of an example.
-        on_bad: handling of a record that is not a conversation, or of which the chat template omits
-            a part. "refuse" raises an error. "skip" drops the record. "keep" trains on the part
-            that the template renders, and raises an error only if the record is not a conversation.
+        train_on: tokens to use as labels: "assistant" for everything the assistant writes (answers,
+            tool calls, reasoning) and the end-of-turn tokens; "last" for the assistant's last
+            message only; "answers" for the same tokens as "assistant" except the reasoning; "all"
+            for every token except the first one of each example.
+        on_bad: handling of bad records, which are not conversations or contain text that the chat
+            template omits. "refuse" raises an error, and "skip" drops the record. "keep" trains on
+            the part that the template renders, and raises an error only if the record is not a
+            conversation.
         val_fraction: fraction of the examples to hold out for validation. An example is held out
-            if less than this fraction of the examples written so far is in the validation split.
-            All examples with the same question are assigned to the same split (see
-            `Conversation.question`).
+            whenever the validation split contains less than this fraction of the examples written
+            so far. All examples with the same question (see `Conversation.question`) are assigned
+            to the same split.
     """
 
     kind: Literal["chat", "preference"] = "chat"
@@ -124,8 +125,9 @@ def prepare_chat(
             `find_splits`.
         tokenizer: a tokenizer, or a folder or file that contains one.
         out: the folder to write.
-        val_inputs: inputs for validation. If there are any, no part of `inputs` is held out, and
-            conversations in `inputs` are excluded if their question is in the validation data.
+        val_inputs: inputs for validation. If they are specified, no part of `inputs` is held out,
+            and a conversation in `inputs` is excluded if the validation data contains the same
+            question.
         template: chat template: "chatml", "hermes", "llama2", "llama3", "alpaca" or a .jinja file;
             None uses the tokenizer's template.
         options: see `ChatOptions`.
@@ -134,8 +136,8 @@ def prepare_chat(
 
     Raises:
         InputError: an input is missing or unreadable, or does not contain a conversation.
-        DataError: `on_bad` is "refuse" and a record is not a conversation or the template omits
-            part of it.
+        DataError: `on_bad` is "refuse", and a record is not a conversation or contains text that
+            the template omits.
         TokenizerError: the tokenizer or the template is unusable, or they are incompatible.
         ConfigError: an option is out of range.
         MissingDependencyError: a package that the inputs need is not installed.
@@ -191,7 +193,7 @@ class _ChatPreparation:
         self._warning = self._encoder.prompt_warning()
 
     def run(self, sources: Splits) -> Iterator[int]:
-        """Write all records. After each record, yield the number of examples so far.
+        """Write all records. After each record, yield the number of examples written so far.
 
         Args:
             sources: sources grouped by split.
@@ -205,7 +207,8 @@ class _ChatPreparation:
         }
         with self._writer.open(), ExitStack() as stack:
             logs = {split: stack.enter_context(OutputFile(path)) for split, path in places.items()}
-            # Validation comes first, so that its questions can be excluded from training.
+            # Process the validation data first, so that its questions can be excluded from
+            # training.
             for given, found in (("val", sources.val), ("train", sources.train)):
                 records = stack.enter_context(closing(read_records(found)))
                 for record, conversations, chats in self._encoded(records):
@@ -216,7 +219,7 @@ class _ChatPreparation:
                         self._writer.reject(record, BadRecordError("held_out", problem))
                         continue
                     self._count(record, conversations)
-                    # Escape the place, because a file name may contain a newline.
+                    # Escape the record's location, because a file name may contain a newline.
                     place = json.dumps(record.place)[1:-1] + "\n"
                     for chat in chats:
                         self._write(split, chat)
@@ -237,7 +240,7 @@ class _ChatPreparation:
     def _encoded(
         self, records: Iterable[Record]
     ) -> Iterator[tuple[Record, list[Conversation], list[LabelledChat]]]:
-        """Yield each accepted record with its conversations and their examples."""
+        """Yield each accepted record with its conversations and the examples made from them."""
         for record in records:
             try:
                 conversations = self._conversations(record)
@@ -253,7 +256,7 @@ class _ChatPreparation:
                 self._writer.reject(record, error)
 
     def _conversations(self, record: Record) -> list[Conversation]:
-        """Return the conversation of a record, or both conversations of a pair."""
+        """Return the conversation in a record, or both conversations of a preference pair."""
         if record.error is not None:
             raise record.error
         if self._options.kind == "preference":
@@ -287,8 +290,9 @@ class _ChatPreparation:
         return examples
 
     def _count(self, record: Record, conversations: Sequence[Conversation]) -> None:
-        """Update the counts of duplicate records, of records with control tokens in their texts,
-        and of unused fields."""
+        """Update the number of duplicate records, the number of records whose text contains control
+        tokens, and the count of each unused field.
+        """
         for field in unused_fields(record.value, conversations[0]):
             if field in self._unused or len(self._unused) < _MOST_FIELDS:
                 self._unused[field] = self._unused.get(field, 0) + 1
@@ -301,10 +305,11 @@ class _ChatPreparation:
         self._with_control_tokens += any(map(control_tokens, texts))
 
     def _count_lost(self, record: Record, examples: Sequence[LabelledChat]) -> None:
-        """Count a record if the template omits part of it.
+        """Count a record if the chat template omits part of its text.
 
         Raises:
-            BadRecordError: `on_bad` is not "keep", or the record has no labels left.
+            BadRecordError: the template omits part of the text, and `on_bad` is not "keep" or no
+                labels are left.
         """
         lost = dict(one for example in examples for one in example.lost)
         if lost and self._options.on_bad != "keep":
@@ -332,7 +337,7 @@ class _ChatPreparation:
 
         Args:
             question: see `Conversation.question`.
-            given: split whose inputs contain the record.
+            given: split ("train" or "val") of the input that contains the record.
         """
         if not self._own_val and not self._fraction:
             return "train"
@@ -345,8 +350,8 @@ class _ChatPreparation:
     def _write(self, split: str, chat: LabelledChat) -> None:
         loss_mask = np.array(chat.loss_mask)
         loss_mask[0] = False  # The first token can't be predicted because no token precedes it.
-        # Bits per byte are computed by dividing by the bytes of text. An example whose only label
-        # is an end token contains no text, so count at least one byte.
+        # Count at least one byte of text, because bits per byte are computed by dividing by this
+        # number and an example whose only label is an end token contains no text.
         ids, text_bytes = np.array(chat.ids, dtype=self._writer.dtype), max(chat.text_bytes, 1)
         self._writer.write(split, ids, loss_mask, text_bytes=text_bytes)
         self._torn += chat.torn
@@ -354,10 +359,11 @@ class _ChatPreparation:
             self._warning = require_end(chat.ids, chat.loss_mask, self._tokenizer) or ""
 
     def _other_template(self, *reasons: str) -> str:
-        """Return advice, for an error message, on a chat template that includes the omitted texts.
+        """Return advice, for an error message, on choosing a chat template that includes the
+        omitted text.
 
         Args:
-            reasons: kinds of omitted texts, as keys of `LOST`.
+            reasons: kinds of omitted text, as keys of `LOST`.
         """
         known = self._tokenizer.special_tokens
         is_chatml = all(token in known for token in required_tokens("hermes"))
@@ -406,7 +412,7 @@ class _ChatPreparation:
         )
 
 
-#: Version of cached folders. Increase it when the result for the same input changes.
+#: Version of the cached folders. Increase it when a change in the code affects the result.
 _VERSION = 5
 
 
@@ -430,8 +436,8 @@ def cached_chat(
         files: the `inputs` of `prepare_chat`.
         val_files: the `val_inputs` of `prepare_chat`.
         tokenizer, template, options: see `prepare_chat`.
-        tell: called with each message to the user.
-        where: the tokenizer's folder, for error messages.
+        tell: function that is called with each message to the user.
+        where: the folder of the tokenizer, for error messages.
         verify: True to verify a cached folder against the SHA-256 in its manifest.
         progress: True to show a progress bar on stderr.
 
@@ -452,7 +458,7 @@ def cached_chat(
             if not _is_whole(folder, verify):
                 what = "preference pairs" if options.kind == "preference" else "conversations"
                 tell(f"preparing the {what} of {', '.join(map(str, files))}")
-                # An existing folder did not pass the check, so it is incomplete or damaged.
+                # If the folder exists, it did not pass the check, so it is incomplete or damaged.
                 if folder.exists():
                     remove_folder(folder)
                 prepare_chat(

@@ -1,8 +1,8 @@
-"""Clean texts while they are read.
+"""Clean text while it is being read.
 
-`split_documents` splits a text into documents at separators such as <|endoftext|>. `cleaned`
-replaces CRLF line endings, removes the header and licence of Project Gutenberg, and removes the
-numbers and times of subtitles.
+`split_documents` splits text into documents at separators such as <|endoftext|>. `cleaned` replaces
+CRLF line endings, and removes Project Gutenberg's header and licence, and the numbers and
+timestamps of subtitles.
 """
 
 from __future__ import annotations
@@ -15,32 +15,34 @@ from collections.abc import Iterable, Iterator, Mapping
 from types import MappingProxyType
 from typing import NamedTuple
 
-#: Strings that programs use to mark the beginning or end of a document in a text file.
+#: Strings that mark the beginning or end of a document in text files.
 _SEPARATOR = re.compile(
     rb"<(?i:\|(?:end|start|begin)_?of_?text\||\|[be]o[sd]\||/?s|[be]o[sd]"
     rb"|\xef\xbd\x9c(?:begin|end)\xe2\x96\x81of\xe2\x96\x81sentence\xef\xbd\x9c)>",
 )
-#: Number of bytes on each side of a separator that are examined to distinguish the separator from a
-#: mention of it. The longest separator has at most half as many bytes.
+#: Number of bytes examined on each side of a separator string to decide whether it separates
+#: documents or is only mentioned in the text. The longest separator has at most half as many bytes.
 _CONTEXT = 64
-#: End of a text directly before a separator: a letter, a digit, punctuation or a closing quote. A
-#: quote after a space, a bracket, an operator or the prefix of a string literal is an opening
-#: quote, as in source code.
+#: End of a document directly before a separator: a letter, a digit, punctuation or a closing quote.
+#: A quote after a space, a bracket, an operator or the prefix of a string literal is an opening
+#: quote (common in source code) and does not match.
 _TEXT_BEFORE = re.compile(
     rb"(?:[\w\x80-\xff.!?;)\]*_~]|(?<![\s(\[{=,:;+])(?<!\b[bfru])[\"'])\Z", re.IGNORECASE
 )
-#: End of a sentence directly before a separator, optionally with spaces between them.
+#: End of a sentence before a separator, optionally followed by spaces.
 _SENTENCE_END = re.compile(rb"(?:[.!?]|\xe2\x80\xa6|\xe3\x80\x82)[\"')\]*_\x80-\xff]*[ \t]*\Z")
-#: Beginning of a text after a separator, optionally with opening quotes. Directly after the
-#: separator, the text begins with any letter or digit (`_TEXT_AFTER`). If there are spaces in
-#: between, it must not begin with a lower-case letter (`_CAPITAL_AFTER`).
+#: Beginning of a document after a separator, optionally with opening quotes. If the document
+#: follows the separator directly, it can begin with any letter or digit (`_TEXT_AFTER`). If there
+#: may be spaces in between, it must not begin with a lower-case letter (`_CAPITAL_AFTER`).
 _CAPITAL_AFTER = re.compile(rb"[ \t]*[\"'(\[*_#-]*[A-Z0-9\x80-\xff]")
 _TEXT_AFTER = re.compile(rb"[\"'(\[*_#-]*[\w\x80-\xff]")
 _LINE_START, _LINE_END = re.compile(rb"\n[ \t]*\Z"), re.compile(rb"[ \t\r]*(?:\n|\Z)")
-#: Blank lines at the beginning of a text or, if there are none, the spaces of its first line.
+#: Blank lines at the beginning of a document or, if there are none, the leading spaces of the first
+#: line.
 _BLANK = re.compile(rb"(?:[ \t\r]*\n)+|[ \t]*")
 
-#: Lines that Project Gutenberg adds before and after the text of a book, by group of the pattern:
+#: Lines that Project Gutenberg adds before and after the text of a book. The pattern has these
+#: groups:
 #: - start: the end of the header since 2003, "*** START OF THE PROJECT GUTENBERG EBOOK TITLE ***".
 #:   The title may span several lines. In some years, the line contains THIS instead of THE or ETEXT
 #:   instead of EBOOK, or has no spaces after the asterisks.
@@ -65,33 +67,35 @@ _CREDITS = re.compile(
     re.IGNORECASE,
 )
 
-#: Words for a fast check: every text with a match of `_MARKS` contains at least one of them.
+#: Substrings for a fast check: any text that matches `_MARKS` contains at least one of them.
 _OF_GUTENBERG = ("utenberg", "UTENBERG", "SMALL", "Small", "small P", "small p")
 #: Parts of a subtitle file that are removed: the header of a .vtt file, and the lines before each
-#: subtitle. These are blank lines, the subtitle's number or name (SubRip, WebVTT) and its times.
+#: subtitle (blank lines, the subtitle's number or name in SubRip or WebVTT, and its start and end
+#: times).
 _TIMES = re.compile(
     r"\AWEBVTT(?:[^\n]|\n(?!\n))*"
     r"|(?:\A|(?<!\n)\n)\n*(?:[^\n]+\n)?(?:\d+:)?\d\d:\d\d[.,]\d{3}[ \t]+-->[^\n]*(?:\n|\Z)"
 )
-#: Keys of changes other than separators; see `DocumentPart` and `cleaned`.
+#: Keys under which changes made by `cleaned` are counted. A separator that splits a document is
+#: counted under the separator string itself.
 CRLF = "crlf"
 GUTENBERG = "gutenberg"
 SUBTITLES = "subtitles"
-#: Prefix of the key for a separator that is kept in the text.
+#: Prefix of the key under which a separator string is counted if it is kept in the text.
 _KEPT = "kept "
-#: Prefixes of the keys for a chat control token that is kept in the text, and for a text that
-#: consists of the turns of a conversation.
+#: Prefixes of the keys for documents that contain a chat control token as plain text (`CHAT`), and
+#: for documents that consist of the turns of a conversation (`TRANSCRIPT`).
 CHAT, TRANSCRIPT = "chat ", "turns "
 
 
 class DocumentPart(NamedTuple):
-    """A document within a text.
+    """One of the documents into which text is split.
 
     Attributes:
-        line: one-based line of the text in which the document begins.
+        line: line of the text on which the document begins, one-based.
         content: the document in UTF-8, possibly invalid; None if it is too long.
         changes: the separator next to the document, and "kept SEPARATOR" for each separator string
-            inside it that does not separate documents.
+            inside the document that does not separate documents.
     """
 
     line: int
@@ -106,17 +110,18 @@ def split_documents(
     is_code: bool = False,
     is_whole: bool = False,
 ) -> Iterator[DocumentPart]:
-    """Split a text into documents at separators; without separators, the text is one document.
+    """Split text into documents at separators. Text without separators is a single document.
 
-    A separator is either alone on its line, or between the end of one text and the beginning of
-    another. A separator that is quoted or mentioned within a sentence is part of the text.
-    Whitespace around separators is removed. Documents that consist only of whitespace are dropped,
-    unless there are no others.
+    A separator string separates documents if it is alone on its line, or if one document clearly
+    ends before it and another begins after it. A separator string that is quoted or mentioned
+    within a sentence is kept as part of the text. Whitespace around separators is removed.
+    Documents that consist only of whitespace are dropped, unless there are no others.
 
     Args:
         blocks: the text in UTF-8, in blocks of any size.
-        largest: number of bytes above which a document is too long.
-        is_code: True for source code, in which a separator must be alone on its line.
+        largest: maximum size of a document in bytes; a longer document is yielded without its
+            content.
+        is_code: True for source code, where only a separator alone on its line is recognised.
         is_whole: True to treat the text as one document and ignore separators.
     """
     document = _Document(largest)
@@ -132,7 +137,7 @@ def split_documents(
             place = mark.end()
             start = max(begin, mark.start() - _CONTEXT)
             before, after = text[start : mark.start()], text[place : place + _CONTEXT]
-            # The beginning of a document is also the beginning of a line.
+            # Treat the beginning of a document as the beginning of a line.
             before = before if start > begin or document.size else b"\n" + before
             if not _separates(mark[0], before, after, is_code=is_code):
                 # <s> is common in code, where it has other meanings.
@@ -147,8 +152,8 @@ def split_documents(
             document.add(text[begin:])
             yield from document.end("", even_empty=is_first)
             return
-        # The last bytes of the block may be part of a separator that extends into the next block,
-        # or contain a separator that needs more context.
+        # The last bytes of the block may contain the beginning of a separator that extends into the
+        # next block, or a separator that can't be judged without the text after it.
         place = max(place, len(text) - _CONTEXT // 2 if mark is None else mark.start())
         end = max(begin, place - _CONTEXT)
         document.add(text[begin:end])
@@ -156,7 +161,7 @@ def split_documents(
 
 
 class _Document:
-    """Document that is currently being read.
+    """The document that is currently being read.
 
     Attributes:
         size: number of bytes of the document so far.
@@ -180,11 +185,11 @@ class _Document:
             self._parts.append(part)
 
     def end(self, separator: str, *, even_empty: bool = False) -> Iterator[DocumentPart]:
-        """Finish the document and begin the next one. Yield the finished document; an empty
-        document is yielded only with `even_empty`.
+        """Yield the current document and begin the next one. An empty document is yielded only if
+        `even_empty` is True.
 
         Args:
-            separator: the separator after the document; "" at the end of the text.
+            separator: the separator that follows the document; "" at the end of the text.
         """
         content, line = b"".join(self._parts), self._line
         beside = separator or self._separator
@@ -204,11 +209,11 @@ class _Document:
 
 
 def _separates(mark: bytes, before: bytes, after: bytes, *, is_code: bool) -> bool:
-    """Return True if an occurrence of a separator string separates documents.
+    """Return True if a separator string at this position separates documents.
 
     Args:
         mark: the separator string.
-        before, after: text on each side, up to `_CONTEXT` bytes.
+        before, after: up to `_CONTEXT` bytes of text before and after the separator string.
         is_code: see `split_documents`.
     """
     begins_line = _LINE_START.search(before) is not None
@@ -237,11 +242,12 @@ def _is_long(mark: bytes) -> bool:
 def cleaned(
     text: str, *, is_code: bool = False, is_subtitles: bool = False
 ) -> tuple[str, tuple[str, ...]]:
-    """Clean a text. Return the cleaned text, or "" if nothing remains, and the keys of the changes.
+    """Clean the text of a document. Return the cleaned text ("" if nothing remains) and the keys of
+    the changes.
 
-    CRLF line endings are replaced with LF. The header and licence of Project Gutenberg are removed
-    unless the text is code. The numbers and times of subtitles are removed if the text is a
-    subtitle file.
+    CRLF line endings are replaced with LF. Project Gutenberg's header and licence are removed,
+    except from source code. The numbers and timestamps of subtitles are removed from subtitle
+    files.
 
     Args:
         text: the text of a document.
@@ -262,10 +268,10 @@ def cleaned(
 
 
 def without_gutenberg(text: str) -> str:
-    """Return the text without the header, credits and licence of Project Gutenberg (see `_MARKS`).
+    """Return the text without Project Gutenberg's header, credits and licence.
 
-    If the text contains several books, all of them are kept. A text without any of these lines is
-    returned unchanged. The result is "" if there is no text between the lines.
+    If the text contains several books, all of them are kept. Text that does not match `_MARKS`
+    anywhere is returned unchanged. The result is "" if nothing remains.
     """
     books: list[str] = []
     begin = 0
@@ -273,7 +279,7 @@ def without_gutenberg(text: str) -> str:
     is_marked = False
     for mark in _MARKS.finditer(text):
         if mark["print"] is not None and not text[mark.end() :].strip():
-            continue  # In a few books, the small print follows the text.
+            continue  # In a few books, the small print comes after the text.
         if mark["end"] is not None:
             if is_inside:
                 books.append(text[begin : mark.start()])
@@ -307,7 +313,8 @@ class ChangeCounts:
         self._last: dict[str, str] = {}
 
     def add(self, origin: str, changes: Iterable[str]) -> None:
-        """Count the changes to a document. All documents of a file must be added consecutively.
+        """Count the changes made to a document. All documents from the same file must be added
+        consecutively.
 
         Args:
             origin: name of the document's file.
@@ -320,12 +327,14 @@ class ChangeCounts:
                 self._last[change] = origin
 
     def record(self) -> dict[str, dict[str, int]]:
-        """Return the numbers of affected documents and files for each change, as a JSON object."""
+        """Return, for each change, the numbers of documents and files in which it was made, as a
+        JSON object.
+        """
         counts = self._documents.items()
         return {key: {"documents": n, "files": self._files[key]} for key, n in sorted(counts)}
 
     def names(self) -> dict[str, str]:
-        """Return the file name for each change that occurred in only one file."""
+        """Return the name of the file for each change that was made in only one file."""
         return {key: name for key, name in self._last.items() if self._files[key] == 1}
 
 
@@ -363,7 +372,8 @@ def change_lines(
                 "(train) and --kind chat (prepare) read"
             )
         elif change.startswith(TRANSCRIPT):
-            # Warn only if most documents are like this. A few of them may be chapters of a book.
+            # Warn only if more than half of the documents consist of such turns. A few of them may
+            # be chapters of a book.
             if 2 * documents > total:
                 yield (
                     f"warning: {where}: {number} with turns of {change.removeprefix(TRANSCRIPT)}, "

@@ -2,27 +2,28 @@
 
 The format of each record is detected from its fields, whose names are defined in `kinds`:
 
-    alpaca      a question and its answer, as texts or messages: {"instruction", "output"},
+    alpaca      a question and its answer, as strings or messages: {"instruction", "output"},
                 {"prompt", "completion"}, {"question", "answer"} and the like, optionally with
                 "input" or "context", "system" and "history" (earlier turns: [[question, answer],
                 ...])
     messages    {"messages": [{"role", "content"}, ...]}, as for OpenAI's fine-tuning; content may
                 be a list of {"type": "text", "text"}; an answer with "weight": 0 is masked
     sharegpt    {"conversations": [{"from", "value"}, ...]}
-    written     {"text": "<|im_start|>user\\n..."}: a conversation as one text, with the control
+    written     {"text": "<|im_start|>user\\n..."}: a conversation as one string, with the control
                 tokens of a chat template (see `_MARKUP`) or the names of the speakers, as in
                 "### Human: ... ### Assistant: ..." (see `transcript_of`)
 
 A conversation has at least one answer. Its messages may be in any order that the chat template
-accepts. A blank system message is ignored. If a record has a "system" field and a list of messages,
-the field's text becomes the first message, unless the list already contains this system message.
+accepts. A blank system message is ignored. If a record has both a "system" field and a list of
+messages, the text of the field becomes the first message, unless the list already contains this
+system message.
 
-Records of preference data contain a preferred and a rejected answer to the same prompt, as texts or
-messages. The prompt is a question, with the same optional fields as in the alpaca format, or a list
-of messages. If the record has no prompt, or if both answers repeat it, the answers are full
-conversations: messages, or a text with "Human:" and "Assistant:" before its turns. The common
-beginning of both conversations is then the prompt. Only the messages after the prompt are used as
-labels.
+Records of preference data contain a preferred and a rejected answer to the same prompt, as strings
+or messages. The prompt is a question, with the same optional fields as in the alpaca format, or a
+list of messages. If the record has no prompt, or both answers repeat the prompt, each answer must
+be a full conversation: a list of messages, or a string with "Human:" and "Assistant:" before the
+turns. The common beginning of the two conversations is then the prompt. Only the messages after the
+prompt are used as labels.
 """
 
 from __future__ import annotations
@@ -63,8 +64,8 @@ PAIRS_ARE_SELF_DESCRIBING = (
     "detect the format from the keys: omit train_on and format"
 )
 
-#: Maximum number of characters in all messages of a conversation. This is more text than fits into
-#: the longest context of any model, but not too much for a chat template to render.
+#: Maximum number of characters in all messages of a conversation. This is more than the longest
+#: context of any model can hold, but a chat template can still render it.
 MAX_CONVERSATION_CHARS = 4_000_000
 
 REASONS = {
@@ -86,7 +87,7 @@ REASONS = {
     **{key: f"{text} that the chat template omits" for key, text in LOST.items()},
 }
 
-#: Role for each lower-case role name in records. The names of tool roles are kept unchanged.
+#: Mapping from lower-case role names in records to roles. Names of tool roles are kept unchanged.
 _ROLE_NAMES = {
     "system": "system developer",
     "user": "user human prompter customer question",
@@ -97,23 +98,24 @@ _ROLE_NAMES = {
 _TOOL_NAMES = (*CALLING_ROLES, *RESULT_ROLES)
 _ROLES = {name: role for role, names in _ROLE_NAMES.items() for name in names.split()}
 _ROLES |= {name: name for name in _TOOL_NAMES}
-#: Roles whose messages are trained on, and keys of a message that may replace its content.
+#: Roles whose messages are trained on (`_ANSWERING`), and keys that a message can have instead of
+#: content (`_BESIDE_CONTENT`).
 _ANSWERING = ("assistant", *CALLING_ROLES)
 _BESIDE_CONTENT = (*CALLS, *THOUGHTS)
 _TEXT_PARTS = ("text", "input_text", "output_text")
-#: Possible keys for a message's role and for its content. The first key that exists is used.
+#: Possible keys for the role and for the content of a message. The first existing key is used.
 _ROLE_KEYS, _CONTENT_KEYS = ("role", "from", "speaker"), ("content", "value", "text", "parts")
-#: Fields that may contain a conversation as a list of texts, and fields that may contain it as one
-#: text with the names of the speakers.
+#: Fields that may contain a conversation as a list of strings (`_TURN_FIELDS`), and fields that may
+#: contain it as one string with speaker names (`_TRANSCRIPT_FIELDS`).
 _TURN_FIELDS = ("data", "dialog", "dialogue", "turns")
 _TRANSCRIPT_FIELDS = ("chat", "text", "input")
 
 
 class BadRecordError(FirstlightError):
-    """Raised if a record is not a valid conversation, preference pair or text.
+    """Raised if a record is not a valid conversation, preference pair or text document.
 
     Args:
-        reason: a key of `REASONS`, or of `records.REASONS` for a text.
+        reason: a key of `REASONS`, or of `records.REASONS` for a text document.
         detail: description of the problem, used as the message.
     """
 
@@ -129,7 +131,7 @@ class Conversation:
     Attributes:
         messages: objects with `role`, `content` and additional keys that the chat template may use.
         masked: indices of the assistant messages that are excluded from the loss.
-        options: additional variables of the chat template, such as `tools`.
+        options: additional variables for the chat template, such as `tools`.
     """
 
     messages: list[dict[str, Any]]
@@ -138,8 +140,8 @@ class Conversation:
 
     @property
     def question(self) -> str:
-        """Text of the messages before the first answer to a user, without system messages. It is
-        normalised in letter case and whitespace, so that equal questions can be recognised.
+        """Text of all messages before the first answer to a user message, without system messages.
+        Letter case and whitespace are normalised to recognise equal questions.
         """
         is_asked = False
         words: list[str] = []
@@ -202,7 +204,7 @@ def to_conversation(record: object, form: ChatForm = "auto") -> Conversation:
 
 
 def _learned_fields(record: object) -> dict[str, Any]:
-    """Return the fields of a record; a list is treated as a list of messages.
+    """Return the fields of a record. If the record is a list, it is treated as a list of messages.
 
     Raises:
         BadRecordError: the record is not an object, or is marked as excluded from training.
@@ -221,8 +223,10 @@ def _learned_fields(record: object) -> dict[str, Any]:
 
 
 def record_fields(record: Mapping[Any, Any]) -> dict[str, Any]:
-    """Return the fields of a record that are neither null nor NaN, keyed by name and also by
-    lower-case name. If the messages are inside a nested object, its other fields are included."""
+    """Return the fields of a record that are neither null nor NaN. Each field is included under its
+    original name and its lower-case name. If the messages are in a nested object, the other fields
+    of that object are included.
+    """
     inner = [one for one in record.values() if isinstance(one, Mapping) and "messages" in one]
     beside = {key: one[key] for one in inner for key in one if key != "messages"}
     items = (beside | dict(record)).items()
@@ -231,13 +235,15 @@ def record_fields(record: Mapping[Any, Any]) -> dict[str, Any]:
 
 
 def _first(fields: Mapping[str, Any], names: Sequence[str]) -> str:
-    """Return the first of the names that the record contains, or `names[0]` if it contains none."""
+    """Return the first of the names that exists in the record, or `names[0]` if none of them
+    exists.
+    """
     return next((name for name in names if name in fields), names[0])
 
 
 def _unknown(record: Mapping[Any, Any]) -> BadRecordError:
-    """Return the error for a record with an unknown format or of a different kind."""
-    # The result of `record_fields` contains most names twice. List each field only once.
+    """Return the error for a record that has an unknown format or is of a different kind."""
+    # `record_fields` returns most fields under two names. List each field only once.
     known = {field_name(name): str(name) for name in record}
     names = ", ".join(list(known.values())[:8]) or "none"
     problem = (
@@ -269,9 +275,10 @@ def _from_columns(fields: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _thoughts(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the reasoning that a record contains in addition to its answer."""
+    """Return the reasoning that a record contains separately from its answer."""
     found = {key: _content(fields[key], f"`{key}`") for key in THOUGHTS if fields.get(key)}
-    # In some records, the field contains only "on" or "off": whether the answer has reasoning.
+    # In some records, this field contains only "on" or "off", which specifies whether the answer
+    # has reasoning.
     found = {key: text for key, text in found.items() if text.lower() not in ("on", "off")}
     if not found and (key := next(filter(fields.get, REASONING_FIELDS), None)) is not None:
         found = {THOUGHTS[0]: _content(fields[key], f"`{key}`")}
@@ -302,8 +309,8 @@ def _question(fields: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _side(fields: Mapping[str, Any], name: str, role: str) -> list[dict[str, Any]]:
-    """Convert a record's field to messages. The field is a list of messages, a single message, or a
-    text with the given role.
+    """Convert a field of a record to messages. The field contains a list of messages, a single
+    message, or a string that becomes a message with the given role.
     """
     value = _listed(fields.get(name))
     if role == "assistant" and "tools" in fields and _are_calls(calls := parsed_json(value)):
@@ -322,7 +329,7 @@ def _side(fields: Mapping[str, Any], name: str, role: str) -> list[dict[str, Any
             value = re.sub(r"\A (?=\S)", "", _without_end(value))
         return [_message(role, value)]
     if isinstance(value, Mapping):
-        if isinstance(texts := value.get("text"), list):  # Alternative answers, as in SQuAD.
+        if isinstance(texts := value.get("text"), list):  # Alternative answers, as in SQuAD
             return [_message(role, _content(texts[:1], f"`{name}`"))]
         value = value.get("messages", [value])
     if not isinstance(value, list | tuple) or not value:
@@ -344,8 +351,8 @@ def _message(role: str, content: str) -> dict[str, Any]:
 
 
 def _listed(value: Any) -> Any:
-    """Parse a list of messages that a table stores as text, in JSON or as a Python literal. Return
-    any other value unchanged.
+    """Parse a list of messages that is stored in a table cell as JSON or as a Python literal.
+    Return any other value unchanged.
     """
     if not isinstance(value, str) or not re.match(r"\s*\[\s*\{\s*['\"]\w+['\"]\s*:", value):
         return value
@@ -365,8 +372,9 @@ def is_messages(value: object) -> bool:
 
 
 def _turns(entries: object, name: str) -> list[dict[str, Any]]:
-    """Convert a list to messages. The entries are either objects (see `_messages`) or texts that
-    alternate between user and assistant."""
+    """Convert a list to messages. The entries are either objects (see `_messages`) or strings,
+    written alternately by user and assistant.
+    """
     if not isinstance(entries, list) or len(entries) < 2 or not isinstance(entries[0], str):
         return _messages(entries, name)
     roles = itertools.cycle(("user", "assistant"))
@@ -392,7 +400,7 @@ def unused_fields(record: object, conversation: Conversation) -> list[str]:
             return True
         if name in ANSWER_FIELDS and value.startswith("[") and _are_calls(parsed_json(value)):
             return True
-        # A short text in any other field may occur in a message by chance.
+        # A short string in any other field may occur in a message by chance.
         is_long = len(value) > _CHANCE_CHARACTERS or name in _VALUE_FIELDS
         return is_long and any(_without_end(value).strip() in text for text in texts)
 
@@ -406,9 +414,10 @@ def unused_fields(record: object, conversation: Conversation) -> list[str]:
 
 
 def message_field(fields: Mapping[str, Any]) -> str | None:
-    """Return the name of the field that contains the conversation as a list of messages, under any
-    name, or as a list of texts, under a name in `_TURN_FIELDS`. Return None if there is no such
-    field, or more than one."""
+    """Return the name of the field that contains the conversation, or None unless exactly one field
+    qualifies. A field with any name can contain a list of messages; only a field in `_TURN_FIELDS`
+    can contain a list of strings.
+    """
     values = {field_name(key): value for key, value in fields.items()}
     found = [
         key
@@ -422,7 +431,7 @@ def message_field(fields: Mapping[str, Any]) -> str | None:
 
 
 def _messages(entries: object, name: str, start: int = 0) -> list[dict[str, Any]]:
-    """Convert a list of objects to messages. Each object is a message, or a question with its
+    """Convert a list of objects to messages. Each object is either a message or a question with its
     answer.
 
     Args:
@@ -462,7 +471,7 @@ def _messages(entries: object, name: str, start: int = 0) -> list[dict[str, Any]
 
 
 def _role(name: str, where: str) -> str:
-    """Return the role for a name in a record."""
+    """Return the role that corresponds to a role name in a record."""
     if (role := _ROLES.get(field_name(name))) is None:
         known = ", ".join(_ROLES)
         raise BadRecordError("unknown_role", f"{where} has the role '{name[:40]}' (known: {known})")
@@ -491,7 +500,7 @@ def _wrong_type(where: str, value: object, wanted: str) -> BadRecordError:
 
 
 def _kind(value: object) -> str:
-    """Return the JSON type of a value with its article, for error messages."""
+    """Return the name of a value's JSON type, including the article, for error messages."""
     names = {dict: "an object", list: "a list", str: "a text", bool: "a boolean"}
     if value is None:
         return "null"
@@ -530,15 +539,14 @@ def _checked(messages: list[dict[str, Any]]) -> Conversation:
     return _with_weights(messages)
 
 
-#: Keys that determine whether a message or record is trained on. They are used in datasets for
-#: OpenAI, axolotl and ms-swift.
+#: Keys that specify whether a message or record is trained on, as used in datasets for OpenAI,
+#: axolotl and ms-swift.
 _LEARNED = ("weight", "train", "training", "loss")
-#: Values of these keys, in lower case; tables contain them as text.
+#: Values of these keys, in lower case. Tables contain them as strings.
 _OFF, _ON = ("0", "0.0", "false"), ("1", "1.0", "true")
-#: Fields that are always considered used (`_USED_FIELDS`), and fields that are considered used if
-#: their value is not a text (`_VALUE_FIELDS`). A text in any other field is considered used if it
-#: occurs in a message and is too long to occur there by chance: more than `_CHANCE_CHARACTERS`
-#: characters.
+#: A field in `_USED_FIELDS` is always considered used. A field in `_VALUE_FIELDS` is considered
+#: used if its value is not a string. Any other string is considered used if it occurs in a message
+#: and has more than `_CHANCE_CHARACTERS` characters, which is too long for a coincidence.
 _USED_FIELDS = {"history", "tools", "functions", "chat_template_kwargs", "label"}.union(
     MESSAGE_FIELDS, SYSTEM_FIELDS, THOUGHTS, REASONING_FIELDS, _LEARNED, *PAIR_FIELDS
 )
@@ -568,22 +576,21 @@ def _with_weights(messages: list[dict[str, Any]]) -> Conversation:
     )
 
 
-# Conversations written as plain text
+# Conversations written as plain text.
 
 
 class _Markup(NamedTuple):
     """Control tokens of a family of chat templates.
 
     Attributes:
-        head: pattern for the beginning of a turn. Its group is the name of the turn, usually a
-            role.
+        head: pattern for the beginning of a turn. The pattern's group matches the name of the turn,
+            usually a role.
         end: pattern for the end of a turn.
-        roles: role of each turn with a name that is not a role name, keyed by upper-case name.
-        name: description of the turn beginnings, used in messages to the user; "" for control
-            tokens.
-        after: restrictions on the order of turns: upper-case name of a turn -> upper-case name of
-            the turn that must precede it, or "" if it must be the first turn. A turn beginning in
-            any other position is part of the text.
+        roles: roles of the turn names that are not role names, keyed by upper-case turn name.
+        name: description of how turns begin, for messages to the user; "" for control tokens.
+        after: restrictions on the order of turns. Each upper-case turn name is mapped to the
+            upper-case name of the turn that must precede it, or to "" if it must be the first turn.
+            A turn beginning in any other position is treated as part of the text.
     """
 
     head: str
@@ -627,14 +634,14 @@ _MARKUP = {
     ),
 }
 _TRANSCRIPT = _Markup(r"(?:\A\s*|\n\n)(Human|Assistant):", r"(?!)")
-#: Tokens that the tokenizer itself adds at the beginning and end of a text.
+#: Tokens that a tokenizer itself adds at the beginning and end of a sequence.
 _EDGES = re.compile(
     r"<s>|</s>|<bos>|<eos>|<(?:BOS|EOS)_TOKEN>|\[gMASK\]|<sop>"
     r"|<\|(?:begin_of_text|end_of_text|startoftext|endoftext)\|>"
     "|<\uff5c(?:begin|end)\u2581of\u2581sentence\uff5c>"
 )
-#: Pattern for the control tokens of all known chat templates, and substrings for a fast check.
-#: Every control token contains at least one of the substrings.
+#: Pattern for the control tokens of all known chat templates, and substrings for a fast check:
+#: every control token contains at least one of them.
 _CONTROL_TOKEN = re.compile(
     r"<\|[A-Za-z]\w{2,}\|>|<\uff5c\w+\uff5c>|<(?:start|end)_of_turn>|"
     r"\[/?(?:INST|SYSTEM_PROMPT|TOOL_CALLS|TOOL_RESULTS|AVAILABLE_TOOLS)\]"
@@ -648,8 +655,9 @@ _END = re.compile(
 
 
 def control_tokens(text: str) -> list[str]:
-    """Return the control tokens of chat templates that occur in a text as plain characters."""
-    # Search for the substrings first. There are few, because each search reads the whole text.
+    """Return the chat-template control tokens that are written out in a string."""
+    # Search for the substrings first, because this is faster than the pattern. There are only a few
+    # substrings, because each search reads the entire string.
     if not any(part in text for part in _CONTROL_PARTS):
         return []
     found = dict.fromkeys(_CONTROL_TOKEN.findall(text))
@@ -657,19 +665,21 @@ def control_tokens(text: str) -> list[str]:
 
 
 def is_written(text: object) -> bool:
-    """Return True if a text begins like a conversation rendered with a chat template."""
+    """Return True if a string begins like a conversation rendered with a chat template."""
     return isinstance(text, str) and _markup_of(text) is not None
 
 
 def transcript_field(fields: Mapping[str, Any]) -> tuple[str, _Markup] | None:
-    """Return the text of a record that names the speakers of a conversation, and its markup."""
+    """Return the string in a record that contains a conversation with speaker names, and its
+    markup.
+    """
     texts = (fields[name] for name in _TRANSCRIPT_FIELDS if isinstance(fields.get(name), str))
     found = ((text, transcript_of(text)) for text in texts)
     return next(((text, markup) for text, markup in found if markup is not None), None)
 
 
 def _markup_of(text: str) -> _Markup | None:
-    """Return the control tokens at the beginning of a text."""
+    """Return the control tokens at the beginning of a string."""
     begin = text[:200].lstrip()
     while edge := _EDGES.match(begin):
         begin = begin[edge.end() :].lstrip()
@@ -677,8 +687,8 @@ def _markup_of(text: str) -> _Markup | None:
 
 
 def _without_end(text: str) -> str:
-    """Remove end tokens from the end of a text."""
-    # Search only the end, because the search can take quadratic time.
+    """Remove end-of-text and end-of-turn tokens from the end of a string."""
+    # Search only the last part of the string, because the search can take quadratic time.
     return text[:-200] + _END.sub("", text[-200:])
 
 
@@ -690,7 +700,8 @@ _SPEAKERS = (
     r"(?m:^)[ \t]*\**({})\**:\**",
     r"(?:(?<=\s)|(?<=</s>)|\A)(?=[A-Z]{{2}})({}):",
 )
-#: Names that occur in the same text: names of the user, names of the assistant, and further names.
+#: Speaker names that are used together: names of the user, names of the assistant, and additional
+#: names.
 _SPEAKER_NAMES = (
     ("Human|User|Prompter|Customer", "Assistant|AI|Bot|Chatbot|GPT|Agent|Model", ""),
     ("HUMAN|USER", "ASSISTANT|AI|BOT", "|FUNCTION RESPONSE"),
@@ -699,9 +710,9 @@ _SPEAKER_NAMES = (
     ("Q", "A", ""),
 )
 _SYSTEM_NAMES = "System|SYSTEM"
-#: Number of characters of a text that are searched for turns.
+#: Maximum number of characters that are searched for turns, from the beginning of a string.
 _EXAMINED_CHARACTERS = 1 << 18
-#: Paragraph before the first turn, which becomes the system message.
+#: Introduction before the first turn, which becomes the system message.
 _PREAMBLE = re.compile(
     r"\s*(?:(?:Below is|(?:A|The) (?:chat|conversation) between|The following is|You are)\b"
     r"[^\n]{0,600}?(?:\n|(?=[ \t]{1,4}(?:USER|HUMAN):)))?\s*"
@@ -709,8 +720,9 @@ _PREAMBLE = re.compile(
 
 
 def transcript_of(text: str) -> _Markup | None:
-    """Return the markup of a text that consists of alternating turns of a user and an assistant.
-    Each turn begins with the speaker's name. Return None for any other text."""
+    """Return the markup of a string that consists of alternating turns of a user and an assistant,
+    each beginning with the speaker's name. Return None for any other string.
+    """
     before = _PREAMBLE.match(text)
     begin = 0 if before is None else before.end()
     rest = text[begin : begin + _EXAMINED_CHARACTERS]
@@ -736,18 +748,18 @@ def transcript_of(text: str) -> _Markup | None:
 
 
 def _hh_transcript(text: str) -> _Markup | None:
-    """Return the markup of a text whose turns begin with "Human:" and "Assistant:", or None for any
-    other text.
+    """Return the markup of a string whose turns begin with "Human:" and "Assistant:", or None for
+    any other string.
     """
     is_transcript = re.match(r"\s*Human:", text) and "\n\nAssistant:" in text
     return _TRANSCRIPT if is_transcript else None
 
 
 def _from_written(text: str, markup: _Markup) -> list[dict[str, Any]]:
-    """Parse the messages of a conversation that is written as one text.
+    """Parse a conversation written as one string into messages.
 
     Raises:
-        BadRecordError: part of the text lies outside all turns, or a role is unknown.
+        BadRecordError: part of the string is outside of all turns, or a role is unknown.
     """
     heads: list[re.Match[str]] = []
     names = [""]
@@ -766,7 +778,8 @@ def _from_written(text: str, markup: _Markup) -> list[dict[str, Any]]:
     for name, head, end in zip(names[1:], heads, ends[1:], strict=True):
         content, *rest = re.split(markup.end, text[head.end() : end], maxsplit=1)
         outside += rest
-        # The text of a turn without an end token extends to the next turn or to the end.
+        # The text of a turn without an end token extends to the next turn or to the end of the
+        # string.
         if not rest:
             content = _without_end(content).strip().removesuffix(f"</{head[1]}>").rstrip()
         if name == "INPUT" and content and messages and messages[-1]["role"] == "user":
@@ -809,7 +822,7 @@ def to_pair(record: object) -> Pair:
         )
     both = []
     for name, answer in zip(names, answers, strict=True):
-        # If the answers are full conversations, they repeat the prompt.
+        # If the answers are full conversations, they already contain the prompt.
         said = (
             {one["content"].strip() for one in answer} if answer[0]["role"] != "assistant" else ()
         )
@@ -833,8 +846,8 @@ def to_pair(record: object) -> Pair:
 
 
 def _pair_prompt(fields: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the messages before both answers. If the record has no prompt, return its system
-    message, or an empty list.
+    """Return the messages of the prompt that both answers share. If the record has no prompt,
+    return its system message, or an empty list if it has none.
     """
     name = _first(fields, [name for name in QUESTION_FIELDS if name in fields] or MESSAGE_FIELDS)
     if name not in fields:

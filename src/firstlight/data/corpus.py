@@ -2,7 +2,8 @@
 
 The class of a corpus depends on its data:
 
-    text                `TokenDataset`, or `packing.AlignedDataset` if rows begin with documents
+    text                `TokenDataset`, or `packing.AlignedDataset` if rows start at document
+                        boundaries
     conversations       `packing.ExampleDataset`
     preference pairs    `packing.PreferenceDataset`
     a mix of corpora    `MixedDataset`
@@ -14,7 +15,8 @@ A split of text is one long stream of tokens. With rows of T positions, row i pr
 exactly once, and the last row may be shorter. (Conversations are packed into rows; see `packing`.)
 
 With document masking, the tokens of a row are numbered by document, and a token is predicted only
-from tokens of the same document. The details depend on the tokens around a document's text:
+from tokens of the same document. The details depend on which special tokens surround the text of a
+document:
 
     bos text eos | bos text eos     The eos is the last label of a document. The label after it,
                                     the next document's bos, is masked.
@@ -52,8 +54,8 @@ from firstlight.data.shards import (
 )
 from firstlight.errors import ConfigError, DataError
 
-#: Arrays for one row of a batch, [seq_len]: token ids or labels, and the document number of each
-#: position.
+#: Arrays for one row of a batch, both of shape [seq_len]: token ids or labels (`RowIds`), and the
+#: document number of each position (`DocumentIds`).
 RowIds = npt.NDArray[np.int64]
 DocumentIds = npt.NDArray[np.int32]
 #: Kind of data in a prepared folder (a value of `data.kind`), or "mix".
@@ -66,8 +68,8 @@ def num_rows(num_tokens: int, seq_len: int) -> int:
 
 
 def row_span(row: int, seq_len: int) -> slice:
-    """Return the range of a row's tokens in the stream: `seq_len` inputs, and the last label after
-    them. The range may extend beyond the end of the stream.
+    """Return the range of a row's tokens in the stream. It covers `seq_len` inputs and one more
+    token, the label of the last input. The range may extend beyond the end of the stream.
     """
     return slice(row * seq_len, row * seq_len + seq_len + 1)
 
@@ -75,15 +77,14 @@ def row_span(row: int, seq_len: int) -> slice:
 def separate_documents(
     starts: npt.NDArray[np.int64], num_inputs: int, *, eos_opens: bool
 ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int64]]:
-    """Number the documents of a row's inputs, and find the labels that belong to a different
-    document than their input.
+    """Assign document numbers to the inputs of a row, and find the labels that belong to a
+    different document than their inputs.
 
     Args:
         starts: positions of the documents' first tokens among the row's num_inputs + 1 tokens,
             ascending, int64 [documents].
         num_inputs: number of inputs in the row.
-        eos_opens: True if the eos before a document's first token is the first input of the
-            document.
+        eos_opens: True if each document begins with the eos that precedes its first token.
 
     Returns:
         (zero-based document number of each input within the row, int32 [num_inputs]; positions of
@@ -101,9 +102,9 @@ def shuffled_index(position: int, length: int, seed: int, epoch: int) -> int:
     """Return element `position` of a random permutation of `range(length)`, in O(1) memory.
 
     Each (seed, epoch) gives a different permutation. A 4-round Feistel network permutes all numbers
-    of the smallest even bit width that can represent every index. It is applied repeatedly until
-    the result is below `length` (cycle walking: Black and Rogaway, "Ciphers with arbitrary finite
-    domains", 2002).
+    with the smallest even number of bits that can represent every index. The network is applied
+    repeatedly until the result is below `length` (cycle walking: Black and Rogaway, "Ciphers with
+    arbitrary finite domains", 2002).
     """
     assert 0 <= position < length
     half_bits = max((length - 1).bit_length() + 1, 2) // 2
@@ -125,8 +126,8 @@ def _round_keys(seed: int, epoch: int) -> list[int]:
 
 
 def _mix(value: int) -> int:
-    """Apply the 64-bit finalizer of splitmix64 (Steele et al. 2014): every bit of the result
-    depends on every bit of `value`.
+    """Apply the 64-bit finalizer of splitmix64 (Steele et al. 2014), which makes every bit of the
+    result depend on every bit of `value`.
     """
     value &= 0xFFFFFFFFFFFFFFFF
     value = (value ^ value >> 30) * 0xBF58476D1CE4E5B9 & 0xFFFFFFFFFFFFFFFF
@@ -139,9 +140,9 @@ class CorpusPart:
     """One corpus of a mix, or a corpus used alone.
 
     Attributes:
-        name: name used in the corpus's metrics; "" for a corpus used alone.
+        name: name of the corpus in the names of its metrics; "" for a corpus used alone.
         dataset: the split.
-        weight: number of the corpus's rows in a period of the mix (see `Turns`).
+        weight: number of rows that the corpus contributes to each period of the mix (see `Turns`).
     """
 
     name: str
@@ -150,8 +151,8 @@ class CorpusPart:
 
 
 class Corpus(Protocol):
-    """A split of prepared data, in rows of `seq_len` positions. The default methods are suitable
-    for text.
+    """A split of prepared data, read in rows of `seq_len` positions. The default implementations of
+    the methods are for text.
 
     Attributes:
         kind: kind of the data.
@@ -173,13 +174,13 @@ class Corpus(Protocol):
 
     @property
     def parts(self) -> tuple[CorpusPart, ...]:
-        """The corpora of a mix, or this corpus as the only part."""
+        """The corpora of a mix; for a single corpus, the corpus itself as the only part."""
         ...
 
     @property
     def gzip_bits_per_byte(self) -> float | None:
-        """Bits per byte of the text after compression with gzip -9, or None if not recorded. This
-        is a baseline for a model's bits per byte.
+        """Size of the text after compression with gzip -9, in bits per byte of the original text,
+        or None if not recorded. It is a baseline for the bits per byte of a model.
         """
         return None
 
@@ -190,37 +191,37 @@ class Corpus(Protocol):
         ...
 
     def require_row(self, seq_len: int) -> None:
-        """Raise a DataError if the text is shorter than a row or a conversation is longer than a
-        row.
+        """Raise a DataError if the text is too short for a single row, or if a conversation is too
+        long for a row.
         """
         ...
 
     def row_at(self, position: int, seq_len: int, seed: int) -> tuple[TokenDataset, int]:
-        """Return (split, index of the row in the split) for the row at `position` in a run with
-        this seed. Positions are counted across all epochs.
+        """Return (split, index of the row in the split) for the row that a run with this seed reads
+        at `position`. Positions are counted across all epochs.
         """
         ...
 
     def label_share(self, seq_len: int) -> float:
-        """Return the fraction of the rows' positions that have a label. The fraction is 1 for
-        text. It is lower for conversations, because prompts and padding do not have labels.
+        """Return the fraction of all positions that have a label. It is 1 for text, and lower for
+        conversations, because prompts and padding have no labels.
         """
         return 1.0
 
     def describe(self, seq_len: int) -> Iterator[str]:
-        """Yield lines of output about the rows of a split, such as the share of positions that
-        examples occupy, and the numbers of dropped and truncated examples.
+        """Yield lines of output that describe the rows of a split: for example, the fraction of
+        positions occupied by examples, and the number of examples that were dropped or truncated.
         """
         return iter(())
 
     def describe_run(self, rows: int, seq_len: int) -> Iterator[str]:
-        """Yield lines of output about the share of each corpus in the first `rows` rows of a
-        mix.
+        """Yield lines of output that show how much each corpus contributes to the first `rows` rows
+        of a mix.
         """
         return iter(())
 
     def records(self, seq_len: int) -> list[dict[str, Any]]:
-        """Return entries for the run log, one dict per corpus of conversations."""
+        """Return one dict of entries for the run log per corpus of conversations."""
         return []
 
     def identity(self) -> dict[str, Any]:
@@ -230,15 +231,15 @@ class Corpus(Protocol):
         return {}
 
     def epochs_by_corpus(self, rows_seen: int, seq_len: int) -> dict[str, float]:
-        """Return the number of epochs of each corpus in the first `rows_seen` rows of a mix, keyed
-        by corpus name.
+        """Return the number of epochs that each corpus has completed after the first `rows_seen`
+        rows of a mix, as a fraction, keyed by corpus name.
         """
         return {}
 
 
 class TokenDataset(Corpus):
-    """One split of prepared text, which can be sliced like a long array of token ids. Each block of
-    a shard is checked when it is read, so a shard that changes while in use causes an error (see
+    """One split of prepared text. It can be sliced like a long array of token ids. Every block is
+    checked as it is read, so an error is raised if a shard changes while it is in use (see
     `shards`).
 
     Args:
@@ -257,7 +258,7 @@ class TokenDataset(Corpus):
         gzip_bytes: size of the text in bytes after gzip -9; None if not recorded.
     """
 
-    #: Version of the folders that this class reads.
+    #: Format version of the prepared folders that this class can read.
     version = VERSION
 
     def __init__(self, folder: str | Path, split: str, *, verify: bool = True) -> None:
@@ -324,7 +325,7 @@ class TokenDataset(Corpus):
         """
         start, stop, step = span.indices(self.num_tokens)
         assert step == 1
-        stop = max(start, stop)  # A slice may be empty, with stop before start.
+        stop = max(start, stop)  # The slice may be empty: `stop` can be less than `start`.
         parts = [np.empty(0, dtype=np.int64)]
         for index in range(max(bisect_right(self._starts, start) - 1, 0), len(self._shards)):
             base, shard = self._starts[index], self._shards[index]
@@ -336,15 +337,15 @@ class TokenDataset(Corpus):
 
     @functools.cached_property
     def documents_begin_with_bos(self) -> bool:
-        """True if the first token of the split is a bos token, which means that all documents begin
-        with one.
+        """True if the split begins with a bos token. In this case, every document begins with a bos
+        token.
         """
         first = self[0:1].tolist()
         return bool(first == [self.manifest.get("bos_token_id")])
 
     @property
     def eos_separates(self) -> bool:
-        """True if the stream is text, eos, text, eos, ... without bos, as for GPT-2. The first
+        """True if documents are separated by eos and do not begin with bos, as for GPT-2. The first
         token of a document is then predicted from the eos before it.
         """
         return self.manifest.get("eos_token_id") is not None and not self.documents_begin_with_bos
@@ -408,19 +409,19 @@ class TokenDataset(Corpus):
         return None
 
     def predicts_first(self, first_id: int | None) -> bool:
-        """Return True if the very first token of the split is predicted from `first_id`. A leading
-        bos is not predicted, because it has no text. The first token of a conversation is not
-        predicted either.
+        """Return True if the very first token of the split is predicted when it is preceded by
+        `first_id`. A leading bos is never predicted, because it does not represent any text, and
+        neither is the first token of a conversation.
         """
         return first_id is not None and int(self[0:1][0]) != first_id
 
     def bits_a_nat(self, *, document_masking: bool, first_id: int | None = None) -> float:
-        """Return the factor that converts a loss in nats per token to bits per byte of the text."""
+        """Return the factor for converting a loss in nats per token to bits per byte of text."""
         predicted = self._num_predicted(document_masking=document_masking, first_id=first_id)
         return predicted / self.text_bytes / math.log(2)
 
     def _num_predicted(self, *, document_masking: bool, first_id: int | None = None) -> int:
-        """Return the number of tokens predicted per epoch."""
+        """Return the number of tokens that are predicted in one epoch."""
         if document_masking and self.documents_begin_with_bos:
             return self.num_tokens - self.num_documents
         return self.num_tokens - (not self.predicts_first(first_id))
@@ -428,22 +429,23 @@ class TokenDataset(Corpus):
 
 # Mixes of several corpora. Each corpus contributes rows in exact proportion to its weight.
 #
-# The corpus of a row is a pure function of the row's position in the run. The weights are
+# Which corpus provides a row depends only on the row's position in the run. The weights are
 # interpreted as exact fractions (0.7 is 7/10) and scaled to the smallest integers in the same
-# ratio. Their sum is the period: weights 7 and 3 repeat every ten rows.
+# ratio. The sum of these integers is the period of the mix: with weights 7 and 3, the order of the
+# corpora repeats every ten rows.
 #
-# Positions, and the rows j of each corpus, are counted from 0 within a period. Consider a corpus
-# with a fraction w of the rows. The earliest position for its row j is j / w (rounded down). The
-# deadline is (j + 1) / w (rounded up): the row must be provided before this position. At each
-# position, the row with the earliest deadline is drawn. All deadlines are then met (Baruah et al.,
-# "Proportionate progress", 1996). Among any first n rows, a corpus has therefore provided more than
-# n * w - 1 and fewer than n * w + 1 rows.
+# Positions and the rows of each corpus are counted from 0 within a period. For a corpus that
+# provides a fraction w of all rows, the earliest position of its row j is j / w (rounded down), and
+# its deadline is (j + 1) / w (rounded up): the row must be provided before this position. Each
+# position is given to the available row with the earliest deadline. With this rule, all deadlines
+# are met (Baruah et al., "Proportionate progress", 1996). For any n, the first n rows therefore
+# contain more than n * w - 1 and fewer than n * w + 1 rows of the corpus.
 #
-# In a mix, a corpus provides its rows in the same order as it would alone: reshuffled in each of
-# its epochs.
+# Each corpus provides its rows in the same order as if it were used alone, and reshuffles them in
+# each of its own epochs.
 
-#: Maximum period in rows. It is limited because the corpus of each row in a period is computed and
-#: kept in memory.
+#: Maximum period in rows. It is limited because the order of the corpora in a period is kept in
+#: memory.
 MAX_PERIOD = 1_000_000
 
 
@@ -462,7 +464,7 @@ def whole_weights(weights: Sequence[float]) -> list[int]:
         math.gcd(*(share.numerator for share in exact)),
         math.lcm(*(share.denominator for share in exact)),
     )
-    # `unit` is the greatest common divisor of the fractions, which are in lowest terms.
+    # `unit` is the greatest common divisor of the fractions, all of which are in lowest terms.
     whole = [int(share / unit) for share in exact]
     if sum(whole) > MAX_PERIOD:
         total = sum(exact)
@@ -476,7 +478,7 @@ def whole_weights(weights: Sequence[float]) -> list[int]:
 
 
 class Turns:
-    """Maps the position of a row in the run to the corpus that provides it.
+    """Maps the position of a row in the run to the corpus that provides this row.
 
     Args:
         parts: number of rows of each corpus per period, from `whole_weights`.
@@ -491,8 +493,8 @@ class Turns:
         self._positions = [np.flatnonzero(self._corpus == i) for i in range(len(self.parts))]
 
     def at(self, position: int) -> tuple[int, int]:
-        """Return (index of the corpus that provides the row at `position`, number of rows that this
-        corpus provides before that position).
+        """Return (index of the corpus that provides the row at `position`, number of rows that the
+        same corpus has provided before that position).
         """
         periods, within = divmod(position, self.period)
         corpus = int(self._corpus[within])
@@ -500,7 +502,7 @@ class Turns:
         return corpus, periods * self.parts[corpus] + before
 
     def counts(self, position: int) -> list[int]:
-        """Return the number of rows of each corpus among the first `position` rows."""
+        """Return how many of the first `position` rows each corpus provides."""
         periods, within = divmod(position, self.period)
         return [
             periods * part + int(np.searchsorted(positions, within))
@@ -509,11 +511,11 @@ class Turns:
 
 
 def _corpora_of_period(parts: Sequence[int]) -> npt.NDArray[np.uint32]:
-    """Return the index of the corpus for each row of one period, uint32 [period]. The algorithm is
-    described above.
+    """Return the index of the corpus that provides each row of one period, uint32 [period]. The
+    algorithm is described above.
 
-    `waiting` contains (earliest position of the corpus's next row, corpus); `ready` contains
-    (deadline of the corpus's next row, corpus).
+    Each corpus is in one of two queues: `waiting` contains (earliest position of its next row,
+    corpus), and `ready` contains (deadline of its next row, corpus).
     """
     period = sum(parts)
     corpora = np.empty(period, dtype=np.uint32)
@@ -534,11 +536,12 @@ def _corpora_of_period(parts: Sequence[int]) -> npt.NDArray[np.uint32]:
 
 
 class MixedDataset(Corpus):
-    """Mix of the same split of several corpora. Rows are drawn according to the corpora's weights.
+    """A mix of several corpora, all with the same split ("train" or "val"). Rows are drawn from
+    each corpus in proportion to its weight.
 
     An epoch has as many rows as all corpora together. If the weights are proportional to the sizes
-    of the corpora, each corpus is seen once per epoch. Otherwise a corpus with a larger weight is
-    seen more than once, and a corpus with a smaller weight only in part.
+    of the corpora, each corpus is seen once per epoch. Otherwise, a corpus with a larger weight is
+    seen more than once per epoch, and one with a smaller weight only partially.
 
     Args:
         parts: the corpora.
@@ -546,13 +549,14 @@ class MixedDataset(Corpus):
     Attributes:
         turns: assignment of rows to corpora.
         has_examples: True if at least one corpus consists of conversations.
-        folder: folder of the first corpus of conversations or, without conversations, of the first
-            corpus. The tokenizer is read from this folder; all corpora have the same tokenizer.
+        folder: folder from which the tokenizer is read: that of the first corpus of conversations
+            or, if there is none, of the first corpus. All corpora have the same tokenizer.
         manifest: manifests of all corpora, with their weights.
         num_tokens: total number of tokens in all corpora.
 
     Raises:
-        DataError: a corpus occurs twice in the mix, or tokenizers or chat templates differ.
+        DataError: a corpus occurs twice in the mix, or the corpora have different tokenizers or
+            chat templates.
     """
 
     kind: Kind = "mix"

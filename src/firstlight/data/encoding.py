@@ -4,10 +4,10 @@ machine (`encode_in_order`), or on a Ray cluster (`ray_encoder`).
 If a process is killed, it is replaced and its batch is encoded again.
 
 The process that calls `prepare` reads the documents and writes the shards; a Ray cluster only does
-the encoding, which is nearly all of the work. Files therefore need to be visible on only one
-machine, and failures of other machines can't change the written files. If a process or node is
-killed, Ray encodes its blocks again, including finished blocks whose ids were lost with the node.
-Each node needs firstlight with the `ray` extra, and the same version of `tokenizers`.
+the encoding, which is nearly all of the work. The files therefore only need to exist on one
+machine, and failures of other machines can't affect the shards. If a process or node is killed, Ray
+encodes its blocks again, including finished blocks if their results were lost with the node. Each
+node needs firstlight with the `ray` extra, and the same version of `tokenizers`.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ class TextPiece(NamedTuple):
     Attributes:
         text: text of the piece.
         split: "train" or "val".
-        first: True if the document's text in the split begins with this piece.
-        last: True if the document's text in the split ends with this piece.
+        first: True for the first piece of the document in its split.
+        last: True for the last piece of the document in its split.
         document: one-based number of the document.
     """
 
@@ -58,18 +58,19 @@ class TextPiece(NamedTuple):
 
 #: Generator of pieces with their tokens, in the order of the pieces.
 Encoded: TypeAlias = Generator[tuple[TextPiece, TokenArray], None, None]
-#: Encoding function of an engine. All engines produce the same tokens.
+#: Function with which an engine encodes pieces. All engines produce the same tokens.
 Encode: TypeAlias = Callable[[Iterator[TextPiece]], Encoded]
 
 #: Approximate number of characters per batch. A process gets one batch at a time.
 _BATCH_CHARACTERS = 1 << 20
-#: Maximum number of attempts per batch. After this many killed processes, the batch fails.
+#: Maximum number of attempts per batch. The batch fails when this many processes have been killed
+#: while encoding it.
 _ATTEMPTS = 3
-#: Approximate number of characters per block. A block is the work of one task on a Ray cluster, and
-#: takes at least half a second to encode.
+#: Approximate number of characters per block. Each task on a Ray cluster encodes one block, which
+#: takes at least half a second.
 _BLOCK_CHARACTERS = 1 << 22
-#: Number of blocks per processor that are sent to a Ray cluster before the oldest one is written,
-#: and the maximum total number of these blocks (a gigabyte of text).
+#: Number of blocks per processor that are sent to a Ray cluster ahead of the block that is being
+#: written, and the maximum total number of such blocks (a gigabyte of text).
 _BLOCKS_PER_CPU, _MAX_BLOCKS = 4, 256
 #: Timeout for connecting to the address of a Ray cluster, in seconds.
 _SECONDS_TO_CONNECT = 10.0
@@ -81,8 +82,9 @@ _NO_CLIENT = (
 
 
 def batches(pieces: Iterable[TextPiece], characters: int) -> Iterator[list[TextPiece]]:
-    """Group the pieces, in order, into lists of at least `characters` characters (the last list may
-    have fewer)."""
+    """Group consecutive pieces into lists with a total of at least `characters` characters each;
+    the last list may have fewer.
+    """
     batch: list[TextPiece] = []
     size = 0
     for piece in pieces:
@@ -108,14 +110,14 @@ def encode_in_order(
         pieces: the pieces; only a bounded number of batches is read ahead of the encoding.
         tokenizer: the tokenizer.
         workers: number of processes; 1 encodes in this process.
-        max_tokens: number of tokens that the caller needs; None means all tokens. With a small
-            number, batches are smaller and less text is read ahead.
+        max_tokens: number of tokens that the caller needs; None means all of them. A small number
+            results in smaller batches and less text read ahead.
 
     Raises:
         DataError: the tokenizer produces ids beyond its vocabulary, or processes are killed
             repeatedly.
     """
-    # A text rarely has more tokens than characters, so one batch of this size should be enough.
+    # There are rarely more tokens than characters, so one batch of this size should be enough.
     characters = min(_BATCH_CHARACTERS, max_tokens or _BATCH_CHARACTERS)
     if workers == 1:
         for batch in batches(pieces, characters):
@@ -125,7 +127,8 @@ def encode_in_order(
     try:
         for batch in batches(pieces, characters):
             pool.submit(batch)
-            # This many batches keep all processes busy, so don't read more of the corpus yet.
+            # With this many batches in the queue, all processes are busy, so don't read more of the
+            # corpus yet.
             if len(pool) >= 3 * workers:
                 yield from pool.oldest()
         while len(pool):
@@ -135,21 +138,21 @@ def encode_in_order(
 
 
 def encode(texts: Iterable[str], tokenizer: Tokenizer) -> list[TokenArray]:
-    """Encode each text in a single thread. Return token ids in the dtype of the shards
-    (`token_dtype`).
+    """Encode each string using a single thread. Return its token ids in the dtype of the shards
+    (see `token_dtype`).
 
     Raises:
         DataError: an id is beyond the tokenizer's vocabulary.
     """
-    # Pass one text per call, so that the library uses only one thread. The encoding processes
-    # already use all cores.
+    # Pass one string per call, because the library would encode several in parallel, and the
+    # encoding processes already use all cores.
     ids = (np.array(tokenizer.encode_batch([text])[0], np.int64) for text in texts)
     return [_fitting(array, tokenizer.vocab_size) for array in ids]
 
 
 def _fitting(ids: npt.NDArray[np.int64], vocab_size: int) -> TokenArray:
-    """Convert ids to the dtype of the shards. First check that no id is beyond the vocabulary,
-    because the conversion could silently change such an id.
+    """Convert token ids to the dtype of the shards. Check first that no id is beyond the
+    vocabulary, because the conversion could silently change it to a different id.
 
     Raises:
         DataError: an id is beyond the vocabulary.
@@ -163,11 +166,12 @@ def _fitting(ids: npt.NDArray[np.int64], vocab_size: int) -> TokenArray:
 
 
 class _Worker:
-    """Encoding process, and the parent's end of the pipe to this process.
+    """A process that encodes text, and the parent's end of the pipe to it.
 
-    The tokenizer is sent through this pipe and not as an argument of the process. `spawn` writes
-    the arguments to another pipe, whose reading end is also open in the parent. If the new process
-    is killed, writing arguments longer than that pipe's buffer would therefore block forever.
+    The tokenizer is sent through this pipe instead of as an argument of the process. `spawn` writes
+    arguments to a different pipe, and the parent also has the reading end of that pipe open. If the
+    new process is killed, writing more than the pipe's buffer can hold would therefore block
+    forever.
     """
 
     def __init__(self, tokenizer_json: str) -> None:
@@ -180,7 +184,7 @@ class _Worker:
         self._unsent: list[str] = [tokenizer_json]
 
     def encode(self, texts: list[str]) -> list[TokenArray]:
-        """Return the tokens of each text.
+        """Return the token ids of each string.
 
         Raises:
             EOFError, OSError: the process has ended.
@@ -196,8 +200,8 @@ class _Worker:
         return tokens
 
     def end(self) -> int:
-        """Kill the process if it is running. Return its exit code, which is negative after a
-        signal.
+        """Kill the process if it is running. Return its exit code, which is negative if a signal
+        ended it.
         """
         self._process.kill()
         self._process.join()
@@ -206,11 +210,11 @@ class _Worker:
 
 
 class _Processes:
-    """Processes that encode batches, and the queue of submitted batches, oldest first.
+    """A pool of encoding processes, and the queue of submitted batches, oldest first.
 
-    For each encoding process, one thread of the parent sends batches and receives tokens. The
-    processes do not share pipes or locks. If a process is killed at any moment, even during its
-    start, only its batch is lost, and a new process encodes that batch again.
+    For each encoding process, a thread of the parent sends batches and receives tokens. The
+    processes do not share pipes or locks. A process that is killed at any moment, even during
+    startup, therefore loses only its own batch, and a new process encodes that batch again.
     """
 
     def __init__(self, tokenizer: Tokenizer, workers: int) -> None:
@@ -234,8 +238,8 @@ class _Processes:
         """Wait for the oldest batch, remove it, and yield each of its pieces with its tokens.
 
         Raises:
-            DataError: processes are killed repeatedly, processes can't start, or a text can't be
-                encoded (see `encode`).
+            DataError: processes are killed repeatedly or can't start, or a piece can't be encoded
+                (see `encode`).
         """
         batch, future = self._waiting.popleft()
         return zip(batch, future.result(), strict=True)
@@ -249,7 +253,9 @@ class _Processes:
         self._threads.shutdown(cancel_futures=True)
 
     def _encode(self, texts: list[str]) -> list[TokenArray]:
-        """Encode each text in this thread's process. If the process is killed, start a new one."""
+        """Encode each string in the process that belongs to this thread. If the process is killed,
+        start a new one.
+        """
         code = 0
         for attempt in range(1, _ATTEMPTS + 1):
             worker = self._own_worker()
@@ -257,7 +263,7 @@ class _Processes:
                 return worker.encode(texts)
             except (EOFError, OSError):
                 self._of_thread.worker = None
-                # If the process exited without a signal, a new process would also exit.
+                # If the process exited without a signal, a new process would exit in the same way.
                 code = worker.end()
                 if self._stopped or code >= 0 or attempt == _ATTEMPTS:
                     break
@@ -297,15 +303,15 @@ def _work(end: Connection) -> None:
 
 
 def _answer(texts: list[str], tokenizer: Tokenizer) -> tuple[bool, list[TokenArray] | DataError]:
-    """Encode texts. Return (True, tokens of each text) or (False, the error to raise in the parent
-    process).
+    """Encode strings. Return (True, token ids of each string), or (False, the error to raise in the
+    parent process).
     """
     try:
         return True, encode(texts, tokenizer)
     except DataError as error:
         return False, error
-    # Catch BaseException, because a panic of the tokenizers library is not an Exception. Replace
-    # the error, because some errors can't be pickled.
+    # Catch BaseException, because a panic in the tokenizers library does not raise a subclass of
+    # Exception. Return a new error, because some errors can't be pickled.
     except BaseException as error:  # noqa: BLE001
         return False, DataError(
             f"the tokenizer failed ({type(error).__name__}: {error}): its files may be damaged"
@@ -314,15 +320,15 @@ def _answer(texts: list[str], tokenizer: Tokenizer) -> tuple[bool, list[TokenArr
 
 @functools.lru_cache(maxsize=1)
 def _tokenizer_from_json(content: str) -> Tokenizer:
-    """Return a tokenizer for encoding texts, created from `Tokenizer.backend.to_str()`, without
-    bos, eos and chat template.
+    """Create a tokenizer from the result of `Tokenizer.backend.to_str()`. It can encode text, but
+    has no bos, eos or chat template.
     """
     return Tokenizer(tokenizers.Tokenizer.from_str(content))
 
 
 def _exit_with_parent() -> None:
-    """End this process when its parent ends. A parent that is killed by SIGKILL can't stop its
-    workers.
+    """End this process when its parent ends, because a parent that is killed by SIGKILL can't stop
+    its child processes.
     """
     parent = multiprocessing.parent_process()
     if parent is not None:
@@ -335,8 +341,8 @@ def _exit_with_parent() -> None:
 
 @contextlib.contextmanager
 def ray_encoder(tokenizer: Tokenizer, address: str | None) -> Iterator[Encode]:
-    """Connect to a Ray cluster for the duration of the `with` block, and yield the encoding
-    function.
+    """Connect to a Ray cluster for the duration of the `with` block. Yield the function that
+    encodes pieces on the cluster.
 
     Args:
         tokenizer: the tokenizer.
@@ -389,7 +395,7 @@ def _connect(ray: Any, address: str | None) -> None:
             socket.create_connection(place, timeout=_SECONDS_TO_CONNECT).close()
         with _signal_handlers_kept():
             ray.init(address, log_to_driver=False, logging_level=logging.ERROR)
-    # Ray raises errors of many unrelated classes for problems with a cluster.
+    # Ray raises many unrelated exceptions for problems with a cluster.
     except Exception as error:
         raise ConfigError(
             f"the ray cluster at '{address or 'local'}' can't be used ({_reason(error)}): start "
@@ -399,8 +405,8 @@ def _connect(ray: Any, address: str | None) -> None:
 
 @contextlib.contextmanager
 def _signal_handlers_kept() -> Iterator[None]:
-    """Restore the SIGTERM handler that `ray.init` replaces. Ray's handler would end the process at
-    any point without cleanup.
+    """Restore the SIGTERM handler that `ray.init` replaces, because Ray's handler would end the
+    process immediately without cleanup.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -414,9 +420,9 @@ def _signal_handlers_kept() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Disable the usage statistics of a Ray cluster that is started in the `with` block, and Ray's
-    messages about failed blocks after the first. The environment variables for this are left
-    unchanged if the user has set them.
+    """For a Ray cluster started in the `with` block, disable usage statistics and all messages
+    about failed blocks after the first one. Environment variables that the user has set are left
+    unchanged.
     """
     names = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_IGNORE_UNHANDLED_ERRORS": "1"}
     added = {name: value for name, value in names.items() if name not in os.environ}
@@ -432,7 +438,7 @@ def _encode_on_ray(pieces: Iterator[TextPiece], tokenizer: Tokenizer, ray: Any) 
     """Yield each piece with its tokens, in the order of the pieces."""
     reference = ray.put(tokenizer.backend.to_str())
     task = ray.remote(_encode_block)
-    #: Blocks that are being encoded, each with the reference to its result.
+    #: Blocks that are currently being encoded, each with a reference to its result.
     waiting: deque[tuple[list[TextPiece], Any]] = deque()
     try:
         for block in batches(pieces, _BLOCK_CHARACTERS):
@@ -457,7 +463,8 @@ def _oldest(
     block, reference = waiting[0]
     try:
         is_good, result = ray.get(reference)
-    # Failures of the cluster and missing packages on its nodes raise errors of many classes.
+    # Many different exceptions are raised for cluster failures and for packages missing on the
+    # nodes.
     except Exception as error:
         raise DataError(
             f"the ray cluster failed ({_reason(error)}): check that its nodes are running and "
@@ -489,8 +496,8 @@ def _encode_block(
 
 
 def _reason(error: Exception) -> str:
-    """Return the cause of an error in one line. Ray's errors are tracebacks from another process,
-    which begin with the original exception.
+    """Return the cause of a Ray error in one line. The message of the error is a traceback from
+    another process and begins with the original exception.
     """
     first = str(error).partition("The above exception was the direct cause")[0]
     lines = [line.strip() for line in first.splitlines() if line.strip()]

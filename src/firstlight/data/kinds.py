@@ -1,7 +1,8 @@
-"""File types other than plain text, and the field names by which conversations are recognised.
+"""Detect file types other than plain text, and define the field names by which conversations are
+recognised.
 
-A file type is detected by the first bytes or the suffix of a file. For most types, there is a
-command that extracts the text.
+A file type is detected from the first bytes or the suffix of a file. Most types come with a command
+that extracts the text.
 """
 
 from __future__ import annotations
@@ -19,9 +20,9 @@ HEAD_BYTES = 1 << 16
 #: Control characters that do not occur in text: all below 0x20 except 0x08 to 0x0D (backspace to
 #: carriage return) and 0x1B (escape).
 _CONTROLS = bytes([*range(0x08), *range(0x0E, 0x1B), *range(0x1C, 0x20)])
-#: A file is binary if its first bytes contain at least this number, and at least this fraction, of
-#: control characters. In compressed data, about 10 % of the bytes are control characters. A text
-#: may contain a few of them.
+#: A file is binary if its first bytes contain at least this number of control characters and they
+#: make up at least this fraction. About 10 % of the bytes in compressed data are control
+#: characters, while a text file may contain a few.
 _LEAST_CONTROLS, _LEAST_CONTROL_SHARE = 8, 0.02
 
 
@@ -34,8 +35,8 @@ class FileKind(NamedTuple):
             (a text file in the same folder), {lines} (a JSONL file) and {folder} (a folder next to
             the file).
         endings: suffixes of files of this type, separated by spaces.
-        first_bytes: pattern of the first bytes of files of this type; b"" if the type can't be
-            detected from the first bytes.
+        first_bytes: pattern that matches the first bytes of files of this type; b"" if the type
+            can't be detected from the first bytes.
     """
 
     name: str
@@ -44,7 +45,7 @@ class FileKind(NamedTuple):
     first_bytes: bytes = b""
 
     def advice(self, path: Path) -> str:
-        """Return the remedy for the file at `path`, with paths quoted for a shell."""
+        """Return the advice for the file at `path`, with all paths quoted for a shell."""
         stem = path.with_name(re.sub(r"(?<=.)(\.tar)?\.[^.]+$", "", path.name))
         text = stem.with_name(f"{stem.name}.txt")
         # The command must not overwrite the file that it reads.
@@ -62,14 +63,14 @@ _SHEET = (
 _SLIDES = "save it as PDF, and extract the text from the PDF with pdftotext"
 _UNPACKED_BY = "unpack it with %s, and use that folder"
 _COMPRESSED, _PIPED_BY = "a compressed file", "unpack it with %s -dc < {file} > {text}"
-#: Pattern templates for the first bytes of two kinds of ZIP files: an OpenDocument of a given type,
-#: and a file that contains a folder with a given name.
+#: Templates of patterns for the first bytes of ZIP files: an OpenDocument file of a given type, and
+#: a ZIP file that contains a folder with a given name.
 _OPEN_DOCUMENT = rb"PK\x03\x04.*mimetypeapplication/vnd\.oasis\.opendocument\."
 _FOLDER = rb"(?=PK\x03\x04).*PK\x03\x04.{26}"
 
 _PDF = FileKind("a PDF document", f"{_TEXT_BY}pdftotext {{file}} {{text}}", ".pdf", rb"%PDF-")
 _BINARY = FileKind("a binary file", "exclude it")
-#: Type of text files whose suffix does not belong to another type.
+#: File type for text whose suffix does not belong to any other type.
 OTHER_TEXT = FileKind("text", "")
 #: File types. The first type whose pattern matches is used.
 _KINDS = (
@@ -146,15 +147,16 @@ _JSON = FileKind(
 )
 _BY_ENDING = {ending: kind for kind in _KINDS for ending in kind.endings.split()}
 
-#: End of a jq program that merges successive messages of the same role and drops the messages after
-#: the last answer.
+#: Last part of a jq program. It merges consecutive messages of the same role, and drops the
+#: messages after the last answer.
 _UNTIL_ANSWER = (
     """ | .messages |= (reduce .[] as $m ([]; if .[-1].role == $m.role then """
     """.[-1].content += "\\n" + $m.content else . + [$m] end) | """
     """until(. == [] or .[-1].role == "assistant"; .[:-1])) | select(.messages != [])' """
     """{file} > {lines}, and use that file as input"""
 )
-#: Chats that other programs export as JSON: (pattern in the first bytes of a file, file type).
+#: Types of chats that other programs export as JSON: (pattern that occurs in the first bytes of
+#: such a file, file type).
 _EXPORTS = (
     (
         rb'"type":\s*"(?:personal_chat|bot_chat|saved_messages|(?:private|public)_\w+)"'
@@ -191,8 +193,9 @@ _EXPORTS = (
 _KEYS = re.compile(rb'"([A-Za-z_]{4,20})"\s*:')
 _RECORDS = {"chat": "conversations", "preference": "preference pairs"}
 
-#: Field names of records, grouped by meaning. Upper case, and spaces or hyphens instead of
-#: underscores, are also accepted. If several fields have the same meaning, the first one is used.
+#: Field names of records, grouped by meaning. Names are also recognised in upper case, and with
+#: spaces or hyphens instead of underscores. If several fields have the same meaning, the first one
+#: is used.
 MESSAGE_FIELDS = ("messages", "conversations", "conversation")
 QUESTION_FIELDS = tuple("instruction prompt question query problem input inputs user human".split())
 ANSWER_FIELDS = tuple(
@@ -203,13 +206,13 @@ CONTEXT_FIELDS = ("input", "context")
 SYSTEM_FIELDS = tuple(
     "system system_prompt system_message system_instruction systemprompt systeminstruction".split()
 )
-#: Fields that contain the reasoning before the answer, in addition to the reasoning keys of a
-#: message.
+#: Fields of a record that may contain the reasoning before the answer, in addition to the keys for
+#: reasoning in its messages.
 REASONING_FIELDS = tuple(
     "cot complex_cot chain_of_thought rationale thinking_trajectory thinking_trajectories "
     "deepseek_thinking_trajectory".split()
 )
-#: Fields of a record that contains a single message from a tree of conversations.
+#: Fields by which a record is recognised as a single message from a tree of conversations.
 TREE_FIELDS = {"message_id", "role", "text"}
 #: Field names of preference pairs: (preferred answer, rejected answer).
 PAIR_FIELDS = (
@@ -221,7 +224,7 @@ PAIR_FIELDS = (
 
 
 def start_from(kind: Literal["chat", "preference"], files: Sequence[str] = ("FILE",)) -> str:
-    """Return advice on how to train on the records of files."""
+    """Return advice on how to train on the records in these files."""
     start = "a model that answers" if kind == "preference" else "an existing model"
     return (
         f"to train a model on them, start from {start}: firstlight train {shlex.join(files)} "
@@ -234,7 +237,8 @@ def kind_by_bytes(head: bytes) -> FileKind | None:
     signature."""
     if head.startswith(b"%PDF-"):
         return _PDF
-    # A text may begin with the letters of a signature, but it has no control characters.
+    # Text may happen to begin with the letters of a signature, but does not contain control
+    # characters.
     if not _control_characters(head):
         return None
     kinds = (kind for kind in _KINDS if kind.first_bytes)
@@ -252,7 +256,7 @@ def _control_characters(head: bytes) -> int:
 
 
 def binary_file(path: Path, kind: FileKind = _BINARY) -> str:
-    """Return the message about a file that is not text although its suffix suggests text."""
+    """Return the message about a file that is not text, although its suffix suggests that it is."""
     return f"it is {kind.name}: {kind.advice(path)}"
 
 
@@ -306,14 +310,15 @@ def field_name(field: object) -> str:
 def conversation_kind(
     fields: Collection[str], text_key: str = "text"
 ) -> Literal["chat", "preference"] | None:
-    """Return the value of `prepare --kind` for records with these fields, or None for texts.
+    """Return the value of `prepare --kind` for records with these fields, or None for text
+    documents.
 
     Args:
         fields: names of the fields.
-        text_key: name of the text field. A record with a "text" field is a text even if it also has
-            a question and an answer. The exceptions are preference pairs, lists of messages and
-            Alpaca's format. With any other `text_key`, a record that has this field is always a
-            text. "" stands for no text field.
+        text_key: name of the text field; "" if there is none. If `text_key` is "text", a record
+            with this field is a text document even if it also has a question and an answer, except
+            for preference pairs, lists of messages and Alpaca's format. With any other `text_key`,
+            a record with this field is always a text document.
     """
     names = {field_name(field) for field in fields}
     # The index of a table written by pandas is a column named "".
@@ -331,8 +336,8 @@ def conversation_kind(
 
 
 def conversation_text(fields: Collection[str]) -> str | None:
-    """Return the message about records that are conversations rather than texts, or None if they
-    may be texts.
+    """Return a message if the records are conversations rather than text documents, or None if they
+    may be text documents.
     """
     if (kind := conversation_kind(fields)) is None:
         return None

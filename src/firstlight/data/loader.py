@@ -1,12 +1,12 @@
-"""The `data` section of a recipe, and the loader for training batches. The order of the rows is a
-pure function of the seed and the position.
+"""Define the `data` section of a recipe, and load training batches.
 
-The state of the loader is a single number: the total number of rows read by all ranks. Resuming is
-therefore exact at any step of any epoch, with any number of ranks, and takes no time.
+The order of the rows is a pure function of the seed, so the state of the loader is a single number:
+the total number of rows read by all ranks. A run can therefore resume exactly and without delay at
+any step of any epoch, with any number of ranks.
 
-Batches are read ahead by threads instead of processes. Disk reads and the copies and searches in
-numpy release Python's global interpreter lock, and batches do not need to be sent between
-processes.
+Batches are read ahead by threads instead of processes. Threads can work in parallel here, because
+disk reads and numpy's copies and searches release Python's global interpreter lock, and they do not
+need to send batches between processes.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ from firstlight.data.packing import LongPolicy, RowAlignment
 from firstlight.hardware.device import single_threaded_pool
 from firstlight.section import Section
 
-#: Label of a position without a prediction; the default `ignore_index` of PyTorch's cross entropy.
+#: Label of a position that does not contribute to the loss; the default `ignore_index` of PyTorch's
+#: cross entropy.
 IGNORE_INDEX = -100
 
 
@@ -39,7 +40,8 @@ class Batch:
 
     Attributes:
         input_ids: token ids, int64 [B, T].
-        labels: int64 [B, T]; `labels[b, t]` is the token after `input_ids[b, t]`, or -100.
+        labels: int64 [B, T]; `labels[b, t]` is the token that follows `input_ids[b, t]`, or -100 to
+            exclude the position from the loss.
         num_valid: number of labels that are not -100.
         document_ids: zero-based document number of each input token within its row, int32 [B, T];
             None without document masking.
@@ -58,7 +60,9 @@ class Batch:
 
     @property
     def num_terms(self) -> int:
-        """Number of terms in the loss: valid labels, or preference pairs."""
+        """Number of terms in the loss: the number of valid labels or, for preference data, of
+        pairs.
+        """
         if self.references is None:
             return self.num_valid
         return int(self.references.isfinite().sum()) // 2
@@ -76,8 +80,8 @@ class Batch:
         return self._map(lambda tensor: tensor.to(device, non_blocking=True))
 
     def uncounted(self) -> Batch:
-        """Return a batch with the same tokens but without labels or pairs. It does not contribute
-        to the loss.
+        """Return a batch with the same tokens but without labels or pairs, which does not
+        contribute to the loss.
         """
         references = self.references
         return replace(
@@ -122,8 +126,8 @@ def rows_to_batch(
 ) -> Batch:
     """Combine rows of a split into one batch.
 
-    A short row is padded with `fill_id` and labels of -100; the padding is a separate document.
-    Rows of conversations require document masking.
+    A short row is padded with `fill_id`, and the padding has labels of -100 and its own document
+    number. Rows of conversations require document masking.
 
     Args:
         dataset: the split.
@@ -140,13 +144,14 @@ def rows_to_batch(
 def _batch_of(
     rows: list[tuple[TokenDataset, int]], seq_len: int, fill_id: int, *, document_masking: bool
 ) -> Batch:
-    """Combine rows into one batch, like `rows_to_batch`. Each row is given as (split, row index),
-    and rows may come from different splits.
+    """Combine rows into one batch, like `rows_to_batch`. Each row is specified as (split, row
+    index), so the rows can come from different corpora.
     """
     document_ids = np.empty((len(rows), seq_len), dtype=np.int32) if document_masking else None
     input_ids = np.full((len(rows), seq_len), fill_id, dtype=np.int64)
     labels = np.full((len(rows), seq_len), IGNORE_INDEX, dtype=np.int64)
-    # The first split has the references for all rows, because preference pairs are never mixed.
+    # Read the references of all rows from the first split, because corpora of preference pairs are
+    # never mixed.
     references = rows[0][0].references_of([row for _, row in rows], seq_len)
     for i, (dataset, row) in enumerate(rows):
         documents = None if document_ids is None else document_ids[i]
@@ -161,14 +166,14 @@ def _batch_of(
 
 
 class TokenLoader:
-    """Infinite iterator over shuffled batches of rows from a split or a mix of corpora. Each epoch
-    has a different row order.
+    """Infinite iterator over shuffled batches of rows from a split or a mix of corpora. The order
+    of the rows differs in each epoch.
 
     A batch may begin in one epoch and end in the next. Threads read the next batches while the
-    current batch is processed. The batches do not depend on the number of threads or the number of
-    prefetched batches. With several ranks, the next `micro_batch_size` x `world_size` rows form a
-    global batch, and each rank gets consecutive rows of the global batch, in rank order. The loader
-    is a context manager that stops the threads on exit.
+    current one is processed. The number of threads and the number of prefetched batches do not
+    affect the content of the batches. With several ranks, the next `micro_batch_size` x
+    `world_size` rows form a global batch, and each rank gets consecutive rows of the global batch,
+    in rank order. The loader is a context manager that stops the threads on exit.
 
     Args:
         dataset: the split, or a mix.
@@ -244,8 +249,8 @@ class TokenLoader:
         return batch
 
     def state_dict(self) -> dict[str, int]:
-        """Return {"rows_seen": total rows read by all ranks}, the same on every rank. Batches that
-        were read ahead but not returned are not counted.
+        """Return {"rows_seen": total number of rows read by all ranks}, which is the same on every
+        rank. Batches that were prefetched but not returned are not counted.
         """
         return {"rows_seen": self.rows_seen}
 
@@ -271,7 +276,7 @@ class MixedCorpus(Section):
     dir: str = Field(min_length=1)
     """folder written by `firstlight prepare`, or its URL."""
     weight: float = Field(gt=0)
-    """number of rows from this corpus relative to the weights of the other corpora."""
+    """sampling weight: rows are drawn from each corpus in proportion to its weight."""
     name: str | None = Field(None, pattern=r"^[\w.-]+$")
     """name used in the metrics val/loss/NAME and epoch/NAME; null uses the last part of `dir`."""
 
@@ -288,8 +293,8 @@ class DataConfig(Section):
     """kind of data: text for plain text, chat for conversations, preference for pairs of answers;
     null uses the kind of `dir`."""
     dir: str | None = Field(min_length=1)
-    """folder written by `firstlight prepare`, or its URL (s3://, gs://, hf://datasets/...,
-    https://), which is downloaded into a cache.
+    """folder written by `firstlight prepare`, or the URL of such a folder (s3://, gs://,
+    hf://datasets/..., https://), which is downloaded into a cache.
     """
     mix: list[MixedCorpus] | None = Field(None, min_length=1)
     """several prepared folders with the same tokenizer: a list of {dir, weight, name}. Each corpus
@@ -297,13 +302,14 @@ class DataConfig(Section):
     as often as needed. An epoch has as many rows as all corpora together. val/loss is the mean of
     the corpora's losses, weighted by `weight`; the loss of each corpus is also a metric."""
     files: list[str] | None = Field(None, min_length=1)
-    """conversations, or preference pairs with kind preference, which are prepared when the run
-    starts and kept in the cache: .jsonl, .json and .parquet files, folders, globs,
-    hf:NAME[:CONFIG[:SPLIT]]."""
+    """conversations or, with kind preference, preference pairs: .jsonl, .json and .parquet files,
+    folders, globs, hf:NAME[:CONFIG[:SPLIT]]. They are prepared when the run starts, and kept in the
+    cache.
+    """
     val_files: list[str] | None = Field(None, min_length=1)
     """files of conversations for validation; null holds out `val_fraction` of `files`."""
     val_fraction: float = Field(0.1, ge=0, lt=1)
-    """fraction of `files` that is held out for validation; 0 disables validation."""
+    """fraction of the examples in `files` to hold out for validation; 0 disables validation."""
     format: ChatForm = "auto"
     """format of the records of `files`: alpaca, messages or sharegpt; auto detects the format of
     each record from its keys."""
@@ -313,16 +319,18 @@ class DataConfig(Section):
     tokenizer: str | None = Field(None, min_length=1)
     """tokenizer for `files`, a folder or file; null uses the tokenizer of --init-from."""
     train_on: Literal["assistant", "last", "answers", "all"] = "assistant"
-    """tokens of `files` to train on: assistant for the assistant's tokens (answers, tool calls,
-    reasoning) and the end tokens of its turns; last for the tokens of its last message only;
-    answers for the same tokens as assistant, but without the reasoning; all for all tokens."""
+    """tokens of `files` to train on: assistant for everything the assistant writes (answers, tool
+    calls, reasoning) and the end-of-turn tokens; last for the assistant's last message only;
+    answers for the same tokens as assistant except the reasoning; all for all tokens.
+    """
     on_bad: Literal["refuse", "skip", "keep"] = "refuse"
-    """handling of a record in `files` that is not a conversation, or of which the chat template
-    omits a part: refuse to start, skip the record, or keep the part that the template renders.
+    """handling of a record in `files` that is not a conversation, or contains text that the chat
+    template omits: refuse to start, skip the record, or keep the part that the template renders.
     """
     long: LongPolicy = "refuse"
     """handling of conversations longer than a row: refuse to start, drop them, or cut off their
-    ends."""
+    ends.
+    """
     seq_len: int | None = Field(None, gt=0)
     """number of tokens per training row; null uses the model's max_position_embeddings."""
     verify: bool = True
@@ -333,18 +341,21 @@ class DataConfig(Section):
     """
     row_alignment: RowAlignment = "stream"
     """method of dividing text into training rows: "stream" concatenates all documents and splits
-    the stream into rows, which may begin inside a document; "document" packs whole documents into
-    rows that begin with a document, and splits only documents longer than a row. Conversations are
-    always packed; text for validation is always split from the stream."""
+    the result into rows, which may begin inside a document; "document" packs whole documents into
+    rows, starts rows at document boundaries, and splits only documents longer than a row.
+    Conversations are always packed. Validation text always uses "stream".
+    """
     workers: int = Field(1, ge=0, le=64)
-    """number of threads that read rows ahead; it does not affect the order of the rows. 0 reads
-    rows when a step needs them."""
+    """number of threads that read rows ahead, which does not affect the order of the rows. With 0,
+    rows are read when a step needs them.
+    """
     prefetch: int = Field(2, ge=1, le=1024)
     """number of micro-batches to read ahead. At least the micro-batches of one step are always
     read ahead."""
     pin_memory: bool | None = None
-    """page-locked memory for batches, so that copies to a GPU overlap with computation; null means
-    true with a CUDA GPU."""
+    """true keeps batches in page-locked memory, so that copies to a GPU overlap with computation;
+    null means true with a CUDA GPU.
+    """
 
     @model_validator(mode="before")
     @classmethod

@@ -2,8 +2,8 @@
 
 UTF-8 is supported. UTF-16 and UTF-32 are supported if the file begins with a byte-order mark (BOM),
 which is never part of the text. A file in any other encoding is rejected, because a wrong guess
-would silently change the text. The error message includes a conversion command, which names the
-encoding if it can be detected (`likely_encoding`).
+would silently change the text. The error message includes a command for converting the file. It
+specifies the source encoding if `likely_encoding` can detect it.
 """
 
 from __future__ import annotations
@@ -28,25 +28,25 @@ from firstlight.errors import MissingDependencyError
 if TYPE_CHECKING:
     from charset_normalizer import CharsetMatch
 
-#: A file may decompress to at most this number of bytes or this multiple of its size, whichever is
-#: larger. Text is usually 3 to 10 times as large as its compressed form, and log files are up to 50
-#: times as large.
+#: A compressed file can have a decompressed size of at most this number of bytes or this multiple
+#: of its own size, whichever is larger. Text is usually 3 to 10 times as large as its compressed
+#: form, and logs are up to 50 times as large.
 _MOST_UNPACKED_BYTES, _MOST_UNPACKED_TIMES = 50_000_000, 100
-#: Number of bytes that are added to the decompressed size for each line. Each line may be a
-#: document, and each document takes time to process.
+#: Number of bytes added to the decompressed size for each line, because each line may be a document
+#: and each document takes time to process.
 _LINE_BYTES = 16
 #: Number of bytes of a decompressed file that are read at a time.
 _PIECE_BYTES = 1 << 17
 #: Number of bytes of a .zst file that are decompressed at a time. It is small because 3 bytes can
 #: decompress to 128 KiB.
 _ZST_PIECE_BYTES = 1 << 11
-#: A document may have at most this number of bytes or this multiple of its file's size, whichever
-#: is larger.
+#: A document can have at most this number of bytes or this multiple of the size of its file,
+#: whichever is larger.
 _LARGEST_DOCUMENT_BYTES, _LARGEST_DOCUMENT_TIMES = 1 << 26, 10
 #: Number of bytes of a file that are read at a time.
 _BLOCK_BYTES = 1 << 20
-#: Byte-order marks. The UTF-32 marks come first, because the little-endian mark of UTF-32 begins
-#: with the mark of UTF-16.
+#: Byte-order marks and their encodings. UTF-32 comes first, because its little-endian mark begins
+#: with the little-endian mark of UTF-16.
 _MARKS = (
     (codecs.BOM_UTF32_LE, "utf-32"),
     (codecs.BOM_UTF32_BE, "utf-32"),
@@ -99,7 +99,7 @@ def encoding_of(head: bytes, path: Path) -> str:
         return marked
     if (kind := kind_by_bytes(head)) is not None:
         raise EncodingProblem("binary", binary_file(path, kind))
-    # UTF-16 and UTF-32 have many zeros or other bytes that do not occur in UTF-8 texts.
+    # Text in UTF-16 or UTF-32 contains many zeros or other bytes that do not occur in UTF-8 text.
     looks_binary = is_binary(head)
     if looks_binary or 4 * head.count(0) > len(head):
         matches = _matches(head[: len(head) // 4 * 4], _WIDE) or _matches(head, _WIDE)
@@ -119,10 +119,11 @@ _NOT_LATIN = tuple(
     "cp1255 iso8859_8 cp1256 iso8859_6 cp874".split()
 )
 _LATIN = tuple("cp1252 cp1250 cp1254 cp1257 cp850 cp775 mac_roman iso8859_2".split())
-#: Minimum number of non-ASCII bytes for detecting an encoding, and minimum difference between the
-#: best match and all other encodings in charset-normalizer's measure of disorder.
+#: Minimum number of non-ASCII bytes required to detect an encoding, and the minimum margin by which
+#: the best match must beat all other encodings in charset-normalizer's measure of disorder
+#: ("chaos").
 _LEAST_BYTES, _LEAST_DISTANCE = 20, 0.05
-#: Number of ASCII bytes that are examined before the first non-ASCII byte of a file.
+#: Number of ASCII bytes before the first non-ASCII byte of a file that are also examined.
 _CONTEXT_BYTES = 1000
 #: Windows-1252 bytes of the non-ASCII characters in German, French, Spanish, Portuguese, Italian,
 #: Dutch and Scandinavian texts, except bytes that represent a different letter in Windows-1250 or
@@ -132,7 +133,7 @@ _WESTERN = set(
         "cp1252"
     )
 )
-#: Declaration of a Python file's encoding (PEP 263), in its first or second line.
+#: Encoding declaration in the first or second line of a Python file (PEP 263).
 _DECLARED = re.compile(rb"\A(?:[^\n]*\n)?[ \t\f]*#.*?coding[:=][ \t]*([-\w.]+)")
 
 
@@ -141,8 +142,9 @@ def likely_encoding(path: Path) -> str | None:
     """Return iconv's name for the encoding of a text file that is not valid UTF-8, or None if the
     encoding is uncertain.
 
-    The function detects the encoding that a Python file declares, UTF-8 with a few invalid bytes,
-    common encodings of non-Latin alphabets, and Windows-1252 (which includes ISO-8859-1).
+    The following can be detected: the encoding that a Python file declares, UTF-8 with a few
+    invalid bytes, common encodings of non-Latin alphabets, and Windows-1252 (which includes
+    ISO-8859-1).
     """
     with open_compressed(path) as file:
         head = content = file.read(HEAD_BYTES)
@@ -155,7 +157,7 @@ def likely_encoding(path: Path) -> str | None:
     text = content.decode("utf-8", "replace")
     if sum(character > "\x7f" for character in text) > 3 * text.count("\ufffd"):
         return "UTF-8"
-    # Drop the last line, which may end in the middle of a character.
+    # Drop the last line, because it may end in the middle of a character.
     content = content[: content.rfind(b"\n") + 1] or content
     high = [byte for byte in content if byte > 0x7F]
     matches = _matches(content, (*_NOT_LATIN, *_LATIN)) if len(high) >= _LEAST_BYTES else []
@@ -167,7 +169,7 @@ def likely_encoding(path: Path) -> str | None:
 
 
 def _matches(content: bytes, encodings: Sequence[str]) -> Sequence[CharsetMatch]:
-    """Return the encodings in which the content decodes to text, best match first."""
+    """Return the encodings with which the content can be decoded, best match first."""
     from charset_normalizer import from_bytes
 
     found = from_bytes(
@@ -193,30 +195,31 @@ def _known(name: str) -> str | None:
 
 
 def _western(content: bytes, high: Sequence[int]) -> str | None:
-    """Detect Windows-1252 by single accented letters between unaccented letters, because
-    charset-normalizer prefers Windows-1250 for French and German.
+    """Return "WINDOWS-1252" if the text consists mostly of ASCII letters with isolated accented
+    letters, otherwise None. charset-normalizer can't be used here, because it prefers Windows-1250
+    for French and German.
 
     Args:
         content: the text.
-        high: non-ASCII bytes in the text.
+        high: all non-ASCII bytes in the text.
     """
     letters = len(re.findall(rb"[A-Za-z]", content))
     is_alone = len(high) < letters / 2 + 1 and not re.search(rb"[\x80-\xff]{4}", content)
-    # Inside a word, these bytes are letters of MS-DOS code pages or Mac OS Roman.
+    # If these bytes occur inside a word, the text is in an MS-DOS code page or Mac OS Roman.
     is_inside = re.search(rb"[a-z][\x80-\x91\x93-\x9b\x9d-\x9f][a-z]", content)
     return "WINDOWS-1252" if is_alone and not is_inside and set(high) <= _WESTERN else None
 
 
 def decoded_utf8(content: bytes, path: Path) -> str:
-    """Decode a document in UTF-8.
+    """Decode a document from UTF-8.
 
     Args:
         content: bytes of the document.
-        path: file that contains the document, for the message.
+        path: file that contains the document, for the error message.
 
     Raises:
-        EncodingProblem: the document is not UTF-8. The message shows the first invalid byte; lines
-            are counted from the document's first line.
+        EncodingProblem: the document is not UTF-8. The message shows the first invalid byte and its
+            line, counted from the first line of the document.
     """
     try:
         return content.decode("utf-8")
@@ -227,16 +230,16 @@ def decoded_utf8(content: bytes, path: Path) -> str:
 
 
 def largest_document(path: Path) -> int:
-    """Return the maximum size in bytes of a decompressed document in a file: 64 MiB or ten times
-    the file's size, whichever is larger. The limit has no effect on uncompressed files, in which a
+    """Return the maximum size in bytes of a document after decompression: 64 MiB or ten times the
+    size of the file, whichever is larger. The limit never applies to uncompressed files, in which a
     document is at most as large as the file.
     """
     return max(_LARGEST_DOCUMENT_BYTES, _LARGEST_DOCUMENT_TIMES * path.stat().st_size)
 
 
 def read_at_most(file: IO[bytes], most_bytes: int) -> bytes:
-    """Return all bytes of a file. From a file longer than `most_bytes`, return only the beginning,
-    which is still longer than `most_bytes` so that the caller can detect the excess.
+    """Return all bytes of a file. If it is longer than `most_bytes`, return only the beginning, but
+    more than `most_bytes` bytes, so that the caller can detect that the limit is exceeded.
     """
     # Read in blocks, because a single read of `most_bytes` would allocate that much memory even for
     # a tiny file.
@@ -247,9 +250,9 @@ def read_at_most(file: IO[bytes], most_bytes: int) -> bytes:
 
 
 def blocks_of(stream: IO[bytes], most_bytes: int | None) -> Iterator[bytes]:
-    """Yield the bytes of a file in blocks of any size. With a limit, yield only the complete lines
-    in the first `most_bytes` bytes. If the first line is longer, yield its first `most_bytes` bytes
-    without an incomplete character at the end.
+    """Yield the bytes of a file in blocks of any size. With a limit, yield only the lines that end
+    within the first `most_bytes` bytes. If the first line is longer than that, yield its first
+    `most_bytes` bytes, without an incomplete character at the end.
 
     Args:
         stream: the file from its beginning, as returned by `utf8_stream`.
@@ -282,9 +285,9 @@ def blocks_of(stream: IO[bytes], most_bytes: int | None) -> Iterator[bytes]:
 def utf8_stream(file: IO[bytes], path: Path) -> IO[bytes]:
     """Return a stream of a file's text in UTF-8, without a BOM.
 
-    A UTF-8 file is not checked, because the callers reject individual lines. If UTF-16 or UTF-32 is
-    invalid, the text before the invalid bytes is returned first; then reading raises
-    EncodingProblem.
+    A UTF-8 file is not checked, because the callers reject invalid lines individually. For an
+    invalid UTF-16 or UTF-32 file, the stream returns the text before the invalid bytes and then
+    raises EncodingProblem.
 
     Args:
         file: the file from its beginning, as returned by `open_compressed`.
@@ -313,7 +316,7 @@ def _utf8_of_wide(file: IO[bytes], encoding: str) -> Iterator[bytes]:
         try:
             text = decoder.decode(read, final=not read)
         except UnicodeDecodeError as error:
-            # The text before the invalid bytes is valid, so return it.
+            # Return the valid text before the invalid bytes.
             text = error.object[: error.start].decode(codec)
             yield text.encode("utf-8")
             where = f"from byte {place - waiting + error.start:,}"
@@ -333,7 +336,7 @@ def bad_byte(byte: int, path: Path) -> str:
 def _advice(path: Path, encoding: str | None) -> str:
     """Return the end of a message, with a command that converts a file to UTF-8."""
     name = encoding or "ENCODING"
-    # "-c" drops the invalid bytes of a file that is otherwise UTF-8.
+    # If the file is UTF-8 except for a few bytes, "-c" drops the invalid bytes.
     options = "-c -f UTF-8" if name == "UTF-8" else f"-f {name}"
     read, write = shlex.quote(str(path)), shlex.quote(str(_converted(path)))
     iconv = f"iconv {options} -t utf-8"
@@ -360,8 +363,8 @@ def open_compressed(path: Path) -> IO[bytes]:
     """Open a file for reading, decompressed according to its suffix (.gz, .bz2, .xz, .zst).
 
     Raises:
-        OSError: the file can't be opened. Later reads raise it if the file is damaged or
-            decompresses to far more than text does (see `require_unpacked_size`).
+        OSError: the file can't be opened. Also raised by later reads if the file is damaged, or
+            decompresses to an implausible size for text (see `require_unpacked_size`).
         EOFError: raised by later reads if the file is truncated.
         MissingDependencyError: the package for .zst files is not installed.
     """
@@ -378,8 +381,8 @@ def open_compressed(path: Path) -> IO[bytes]:
 
 
 class _ChunkFile(io.RawIOBase):
-    """File whose content is read from an iterator of byte chunks. Closing it also closes
-    `source`.
+    """File-like object that reads its content from an iterator of byte chunks. Closing it also
+    closes `source`.
     """
 
     def __init__(self, chunks: Iterator[bytes], source: IO[bytes] | None = None) -> None:
@@ -421,7 +424,7 @@ def _bounded(chunks: Iterator[bytes], path: Path) -> Iterator[bytes]:
 
 
 def require_unpacked_size(path: Path, unpacked_bytes: int) -> None:
-    """Reject a file that decompresses to far more than text does.
+    """Reject a file whose decompressed size is implausible for text.
 
     Args:
         path: the compressed file.
@@ -466,7 +469,7 @@ def _unpacked_zst(file: IO[bytes], zstandard: Any) -> Iterator[bytes]:
 
 
 #: Number of bytes that are compressed at a time. For data that compresses slowly, such as a genome,
-#: xz takes 0.2 seconds for this many bytes.
+#: xz takes 0.2 seconds to compress this many bytes.
 _COMPRESSED_BYTES = 1 << 16
 
 
@@ -489,8 +492,8 @@ def optional(package: str, purpose: str, extra: str = "data") -> Any:
 
     Args:
         package: the module to import.
-        purpose: description of the work that requires the package, used as the beginning of the
-            error message.
+        purpose: description of the work that requires the package, with which the error message
+            begins.
         extra: the firstlight extra that installs the package.
 
     Raises:

@@ -1,25 +1,25 @@
-"""Splits whose rows are packed with `pack_best_fit`: conversations, preference pairs, and text
-whose rows begin with documents.
+"""Read splits whose rows are packed with `pack_best_fit`: conversations, preference pairs, and text
+in rows that start at document boundaries.
 
 Conversations are examples that are never split across rows and never attend to each other. An
 example of n tokens takes n - 1 positions of a row: all its tokens except the last are inputs, and
 all except the first are predicted. Within a row, each example is a separate document: positions
-start at 0, and attention is limited to the example. The remaining positions form another document.
-Its labels are -100, as are the labels of all tokens outside the loss mask. The two examples of a
-preference pair are adjacent in the same row. The assignment of examples to rows depends only on
-their lengths and the row length. The order of the rows differs in each epoch, as with text (see
-`loader`).
+start at 0, and attention is limited to the example. Any unused positions at the end of the row form
+an additional document. The labels of these positions, and of all tokens outside the loss mask, are
+-100. The two examples of a preference pair are adjacent in the same row. The assignment of examples
+to rows depends only on their lengths and the row length. The order of the rows differs in each
+epoch, as with text (see `loader`).
 
 Text is packed with `data.row_alignment: document`. Each document is split into pieces of at most
 one row, and the pieces are packed into rows without further splitting (Ding et al. 2024, arXiv
 2404.10830). Only documents longer than a row are therefore split, and every token is predicted once
-per epoch, as in a stream. The rest of a row is padding without labels. A row starts with the
-beginning of a document, unless all its pieces are later pieces of long documents.
+per epoch, as in a stream. The rest of a row is padding without labels. A row starts at the
+beginning of a document, unless the row consists only of later pieces of long documents.
 
 Rows of text are a pure function of the document lengths and the row length, and are shuffled like
 the rows of a stream. The loader's state is therefore still a single number.
 
-The first input of a document of text depends on the tokens around it:
+The first input of a text document depends on the special tokens around its text:
 
     bos text eos     the bos; a document of n tokens takes n - 1 positions
     text eos         an eos, from which the first token is predicted, as in a stream; a document of
@@ -51,13 +51,13 @@ from firstlight.errors import DataError
 from firstlight.tokenizer.messages import LOST
 
 LongPolicy = Literal["refuse", "drop", "cut"]
-#: Modes of converting text to rows: "stream" splits one stream of all documents, "document" packs
-#: documents into rows.
+#: How text is divided into rows: "stream" concatenates all documents and splits the result;
+#: "document" packs whole documents into rows.
 RowAlignment = Literal["stream", "document"]
 
 #: Maximum number of files listed in a message about rejected records.
 _SHOWN_FILES = 5
-#: Maximum number of unused fields in a message.
+#: Maximum number of unused fields listed in a message.
 _SHOWN_FIELDS = 10
 #: Name of the file with the origin (file and line) of each example in a split, one per line.
 ORIGINS_NAME = "{split}-examples.txt"
@@ -65,7 +65,8 @@ ORIGINS_NAME = "{split}-examples.txt"
 
 @dataclass(frozen=True)
 class Packing:
-    """Packed rows of a split for one row length. Here, a preference pair is a single example.
+    """Packed rows of a split for one row length. In preference data, "example" refers to a pair
+    here.
 
     Attributes:
         examples: indices of the examples in all rows, row by row, int64 [examples].
@@ -95,7 +96,7 @@ class Packing:
 
     @property
     def filled(self) -> float:
-        """Fraction of the rows' positions that examples occupy, from 0 to 1."""
+        """Fraction of all positions that are occupied by examples, from 0 to 1."""
         return self.num_inputs / (len(self) * self.seq_len)
 
     def record(self) -> dict[str, Any]:
@@ -113,9 +114,9 @@ class Packing:
 def pack_best_fit(
     lengths: npt.NDArray[np.int64], capacity: int
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """Pack items into rows by best-fit decreasing: the longest items come first, and each is placed
-    in the fullest row with enough room (Johnson et al. 1974). The result has at most about 11/9 of
-    the minimum number of rows. The same lengths always result in the same rows.
+    """Pack items into rows by best-fit decreasing: the items are placed from longest to shortest,
+    each in the fullest row that has enough room (Johnson et al. 1974). The number of rows is at
+    most about 11/9 of the minimum. The same lengths always result in the same rows.
 
     Args:
         lengths: length of each item, from 1 to `capacity`, int64 [items].
@@ -157,14 +158,14 @@ class ExampleDataset(TokenDataset):
 
     Args:
         folder, split, verify: see `TokenDataset`.
-        long: policy for an example longer than a row: "refuse" raises an error, "drop" drops the
-            example, "cut" truncates its end (and drops it if no label remains).
+        long: handling of an example longer than a row: "refuse" raises an error, "drop" drops the
+            example, and "cut" truncates it (or drops it if no label would remain).
 
     Attributes:
         lengths: number of tokens of each example, int64 [examples].
         num_labels: number of labels in all examples.
-        together: number of adjacent examples that always share a row. These examples are called a
-            unit in this module.
+        together: number of adjacent examples that always share a row, called a unit in this module:
+            1, or 2 for preference pairs.
 
     Raises:
         DataError: see `TokenDataset`; also raised if the folder contains text.
@@ -174,7 +175,7 @@ class ExampleDataset(TokenDataset):
     kind: Kind = "chat"
     has_examples = True
     together = 1
-    #: Plural name of the examples or pairs, used in messages.
+    #: Plural noun for the units, used in messages.
     unit = "conversations"
 
     def __init__(
@@ -214,7 +215,8 @@ class ExampleDataset(TokenDataset):
         try:
             with open(path, encoding="utf-8") as file:
                 return next(itertools.islice(file, index, None)).rstrip("\n")
-        # A downloaded folder lacks this file, because only shards and the tokenizer are fetched.
+        # A downloaded folder lacks this file, because only the shards and the tokenizer are
+        # downloaded.
         except (OSError, UnicodeDecodeError, StopIteration):
             return f"{self.folder}, example {index + 1} of '{self.split}'"
 
@@ -230,7 +232,8 @@ class ExampleDataset(TokenDataset):
         return self._packings[seq_len]
 
     def _packed(self, seq_len: int) -> Packing:
-        # Number of positions of each unit, which is one example or both examples of a pair.
+        # Number of positions that each unit (an example, or both examples of a pair) takes in a
+        # row.
         sizes = (self.lengths - 1).reshape(-1, self.together).sum(1)
         long = np.flatnonzero(sizes > seq_len)
         if len(long) and self.long == "refuse":
@@ -336,12 +339,12 @@ class ExampleDataset(TokenDataset):
 
 
 class PreferenceDataset(ExampleDataset):
-    """One split of prepared preference pairs: examples 2 i and 2 i + 1 are the chosen and the
+    """One split of prepared preference pairs. Examples 2 i and 2 i + 1 contain the chosen and the
     rejected answer of pair i.
 
     Args:
-        folder, split, verify, long: see `ExampleDataset`. A long pair is never truncated, because a
-            truncated answer can't be compared with the other answer.
+        folder, split, verify, long: see `ExampleDataset`. A pair is never truncated, because a
+            truncated answer can't be compared with a complete one.
 
     Attributes:
         references: log-probability of each example's answer before training, fp64 [examples]; NaN
@@ -392,16 +395,16 @@ class PreferenceDataset(ExampleDataset):
         )
 
 
-# Text whose rows begin with documents
+# Text in rows that start at document boundaries
 
-#: Number of pieces that are packed at a time. Packing a block takes a fraction of a second, and
+#: Number of pieces that are packed at a time. Packing this many takes a fraction of a second, and
 #: larger blocks would not fill the rows better.
 _BLOCK = 1 << 16
 
 
 @dataclass(frozen=True)
 class AlignedRows:
-    """Packed rows of a text split, stored as an array of pieces in row order.
+    """Packed rows of a text split, stored as arrays with one element per piece, in row order.
 
     Attributes:
         labels: position in the stream of each piece's first label, int64 [pieces].
@@ -439,8 +442,8 @@ def align_rows(
     labels = offsets[document] + skipped + number * seq_len
     lengths = np.minimum(sizes[document] - number * seq_len, seq_len)
     rows = _pack(lengths, seq_len)
-    # Within a row, pieces that begin a document come before later pieces of other documents, so
-    # that the row begins with a document if possible.
+    # Within a row, pieces that begin a document come before all other pieces, so that the row
+    # starts at a document boundary if possible.
     order = np.lexsort((np.arange(len(rows)), number > 0, rows))
     starts = np.concatenate([[0], np.cumsum(np.bincount(rows))]).astype(np.int64)
     return AlignedRows(labels[order], lengths[order], number[order] == 0, starts)
@@ -462,7 +465,7 @@ def _pack(lengths: npt.NDArray[np.int64], seq_len: int) -> npt.NDArray[np.int64]
 
 
 class AlignedDataset(TokenDataset):
-    """One split of prepared text whose rows begin with documents.
+    """One split of prepared text, in which every row starts at a document boundary if possible.
 
     Args:
         folder, split, verify: see `TokenDataset`.
@@ -505,7 +508,7 @@ class AlignedDataset(TokenDataset):
             end = position + length
             labels[position:end] = self[first : first + length]
             if rows.opens[piece] and self.eos_separates:
-                # No token precedes the first document of the stream.
+                # The first document of the stream has no token before it.
                 input_ids[position] = self.manifest["eos_token_id"]
             else:
                 input_ids[position] = self[first - 1 : first][0]
@@ -537,7 +540,7 @@ class AlignedDataset(TokenDataset):
         return int(np.maximum(sizes, 0).sum())
 
 
-# Opening splits of any kind
+# Open splits of any kind
 
 
 def open_split(
@@ -561,8 +564,8 @@ def open_split(
 
 
 def _left_out(folder: Path, documents: Mapping[str, Any]) -> Iterator[str]:
-    """Yield a message for each reason why records were rejected. The message lists the files of
-    these records and the first of them.
+    """Yield one message for each reason why records were rejected. It lists the affected files and
+    shows the first rejected record.
 
     Args:
         folder: the prepared folder.
@@ -593,7 +596,7 @@ def _left_out(folder: Path, documents: Mapping[str, Any]) -> Iterator[str]:
 
 
 def chat_notes(folder: Path, manifest: Mapping[str, Any]) -> Iterator[str]:
-    """Yield messages about the prepared conversations in a folder, from its manifest."""
+    """Yield messages about the conversations in a prepared folder, based on its manifest."""
     chat = manifest["chat"]
     yield from _left_out(folder, manifest["documents"])
     if count := chat["torn_answers"]:
@@ -627,7 +630,9 @@ def kind_of(manifest: Mapping[str, Any]) -> Kind:
 
 
 def preference_splits(splits: Iterable[Corpus | None]) -> list[PreferenceDataset]:
-    """Return the splits that contain preference pairs. A run must set `references` for them."""
+    """Return the splits that contain preference pairs. A training run must set `references` on each
+    of them.
+    """
     return [split for split in splits if isinstance(split, PreferenceDataset)]
 
 

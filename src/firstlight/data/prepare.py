@@ -1,12 +1,12 @@
-"""Prepare texts as token shards: read, split, encode in parallel and write in order.
+"""Prepare text as token shards: read documents, split them, encode them in parallel and write them
+in order.
 
 The result depends on the inputs, the tokenizer and the options, but not on the engine or the number
-of processes. Any free process can encode a document, but documents are always written in the order
+of processes: any idle process can encode a document, but documents are always written in the order
 in which they were read.
 
-The input `random:TOKENS[:SEED]` prepares random tokens instead of texts, for measurements of speed
-and memory. They are written as a prepared folder, so every command that uses prepared folders
-accepts them.
+The input `random:TOKENS[:SEED]` prepares random tokens instead of text, for measuring speed and
+memory. The result is an ordinary prepared folder that can be used with any command.
 """
 
 from __future__ import annotations
@@ -65,17 +65,17 @@ from firstlight.tokenizer import Tokenizer
 from firstlight.tokenizer.formats import cut_long
 
 Engine = Literal["local", "ray"]
-#: Function that returns the split for a document's text. "tail" holds out the last `val_fraction`
-#: of the document; None rejects the document as a duplicate.
+#: Function that returns the split for the text of a document. "tail" holds out only the last part
+#: of the document, of size `val_fraction`. None rejects the document as a duplicate.
 SplitOf = Callable[[str], Literal["train", "val", "tail"] | None]
 
-#: A corpus with fewer bytes than this is encoded in this process, because starting more processes
-#: would take longer.
+#: A corpus with fewer bytes than this is encoded in the calling process, because starting
+#: additional processes would take longer.
 _SMALL_CORPUS_BYTES = 16 << 20
-#: Maximum number of characters that `look_ahead` keeps in memory. If this many characters contain
-#: fewer than 1/fraction documents, the corpus is treated as having few documents.
+#: Maximum number of characters that `look_ahead` reads into memory. If it has not found 1/fraction
+#: documents by then, the corpus is treated as having too few documents.
 _LOOKAHEAD_CHARACTERS = 1 << 28
-#: Prefix of the input that requests random tokens.
+#: Prefix of an input that requests random tokens.
 _RANDOM_PREFIX = "random:"
 #: Number of random tokens per document, including separators; the last document of a split may be
 #: shorter.
@@ -105,11 +105,11 @@ def prepare(
     """Write a corpus as token shards to the `out` folder and return the manifest.
 
     Args:
-        inputs: INPUTs (see `find_sources`), or sources that `find_sources` has returned. The INPUT
+        inputs: INPUTs (see `find_sources`), or sources returned by `find_sources`. The INPUT
             "random:TOKENS[:SEED]" can't be combined with others.
         tokenizer: a tokenizer, or a folder or file that contains one.
         out: the folder to write.
-        val_fraction: fraction of the text's bytes that is held out for validation, in whole
+        val_fraction: fraction of the text (in bytes) to hold out for validation, in whole
             documents. If there are fewer than 1/val_fraction documents, the end of each document is
             held out instead.
         split_of: see `SplitOf`; None splits only by `val_fraction`.
@@ -120,15 +120,15 @@ def prepare(
         ray_address: address of the Ray cluster; None lets Ray choose.
         text_key: name of the text field in JSONL lines, tables and datasets.
         max_documents: maximum number of documents to read; None means no limit.
-        max_tokens: maximum number of tokens, including separators, of which the fraction
-            `val_fraction` is for validation. The last document of each split is truncated at a
-            character boundary. None means no limit.
-        val_inputs: INPUTs whose documents form the validation split. If there are any, no part of
-            `inputs` is held out, and documents that also occur in `val_inputs` are excluded from
+        max_tokens: maximum number of tokens, including separators. The fraction `val_fraction` of
+            them is for validation. The last document of each split is truncated at a character
+            boundary. None means no limit.
+        val_inputs: INPUTs whose documents form the validation split. If they are specified, no part
+            of `inputs` is held out, and documents that also occur in `val_inputs` are excluded from
             training. `max_documents` and `max_tokens` apply only to `inputs`.
-        as_is: True to read texts unchanged. Otherwise texts are split into documents at separators
-            such as <|endoftext|>, CRLF is replaced with LF, and the header and licence of Project
-            Gutenberg are removed.
+        as_is: True to read text unchanged. Otherwise, text is split into documents at separators
+            such as <|endoftext|>, CRLF is replaced with LF, and Project Gutenberg's header and
+            licence are removed.
         strip_gutenberg: ignored; use `as_is`.
         overwrite: True to replace `out` if it is a prepared corpus.
         shard_tokens: number of tokens after which a new shard begins.
@@ -151,7 +151,7 @@ def prepare(
     require_one_split(val_inputs, val_fraction)
     if not 0 <= val_fraction < 1:
         raise ConfigError(f"val_fraction must be at least 0 and below 1, not {val_fraction}")
-    # Use the exact value of the decimal notation, because a binary float is only close to it.
+    # Use the exact value of the decimal number, because a binary float is only an approximation.
     fraction = Fraction(0) if val_inputs else Fraction(str(val_fraction))
     out, drawn = Path(out).expanduser(), requested_tokens(inputs)
     names, sources = ([], []) if drawn else _sources_of(inputs, as_is=as_is)
@@ -202,7 +202,7 @@ def _sources_of(
     """Return (inputs that are not yet sources, sources of all inputs)."""
     names = [one for one in inputs if not isinstance(one, DataSource)]
     sources = [one for one in inputs if isinstance(one, DataSource)]
-    if names or not sources:  # `find_sources` raises the error if there are no inputs.
+    if names or not sources:  # Without inputs, this call raises the error.
         sources += find_sources(names, as_is=as_is)
     return names, sources
 
@@ -242,7 +242,7 @@ def _encoder(
 
 
 def look_ahead(documents: Iterator[Record], fraction: Fraction) -> tuple[bool, Iterator[Record]]:
-    """Return (True if there are at least 1/fraction documents, iterator over all documents)."""
+    """Return (True if there are at least 1/fraction documents, an iterator over all documents)."""
     wanted = math.ceil(1 / fraction) if fraction else 0
     seen: list[Record] = []
     characters = 0
@@ -280,13 +280,14 @@ class _Preparation:
         #: Number of documents read so far (`accepted`), number of documents written so far
         #: (`written`), and position of the last written document in reading order (`last_written`).
         self.accepted = self.written = self.last_written = 0
-        #: File and changes of each document that was changed but has not been written yet, keyed by
-        #: document number.
+        #: Documents that were changed while they were read and have not been written yet: document
+        #: number -> (file, keys of the changes).
         self.changed: dict[int, tuple[str, tuple[str, ...]]] = {}
         self.changes = ChangeCounts()
-        #: Rejected records that have not been counted yet, each with the number of the preceding
-        #: document. They are used only with `max_tokens`: records after the last written document
-        #: must not be counted, because the manifest would then depend on reading ahead.
+        #: Rejected records that have not been counted yet, each with the number of the document
+        #: before it. Used only with `max_tokens`: rejected records after the last written document
+        #: must not be counted, because the manifest would then depend on how far documents are read
+        #: ahead.
         self.waiting: deque[tuple[int, Record, BadRecordError]] = deque()
         self.split_by = "none"
         self.gzip_bytes = 0
@@ -303,10 +304,11 @@ class _Preparation:
         """Write all documents.
 
         Args:
-            sources: the sources of the texts.
+            sources: the sources of the text.
             text_key, progress: see `prepare`.
             encode: function that encodes pieces of text and keeps their order.
-            held_out: sources of validation texts. If it is empty, part of the texts is held out.
+            held_out: sources of validation text. If there are none, part of the training text is
+                held out.
 
         Raises:
             InputError: there is no text.
@@ -378,7 +380,7 @@ class _Preparation:
     def _accepted(
         self, records: Iterable[Record], most: int | None = None
     ) -> Generator[Record, None, None]:
-        """Yield the readable records, at most `most` of them."""
+        """Yield the records that can be read, up to `most` of them."""
         for number, record in enumerate(self._readable(records), start=1):
             yield record
             # Check before reading the next record, which may require a download.
@@ -396,8 +398,8 @@ class _Preparation:
             yield record
 
     def _reject(self, record: Record, error: BadRecordError) -> None:
-        """Count a record as rejected. With `max_tokens`, the record is counted only when a later
-        document has been written.
+        """Count a record as rejected. With `max_tokens`, it is not counted until a later document
+        has been written.
         """
         if self.max_tokens is None:
             self.writer.reject(record, error)
@@ -438,11 +440,11 @@ class _Preparation:
     def _pieces(
         self, documents: Iterator[Record], held_out: Iterable[Record] = ()
     ) -> Iterator[TextPiece]:
-        """Assign each document to a split, split long documents, and yield them as pieces.
+        """Assign each document to a split, divide long documents into pieces, and yield all pieces.
 
         Args:
-            documents: documents to train on, or to split.
-            held_out: documents to validate on, which are processed first.
+            documents: documents for training, of which some may be held out.
+            held_out: documents for validation, which are processed first.
         """
         assigned = self._assigned(documents, held_out)
         cuttable = self.tokenizer.encodes_in_pieces
@@ -495,8 +497,8 @@ class _Preparation:
                 yield document, "tail"
                 continue
             size = len(document.value.encode("utf-8"))
-            # Hold a document out if the validation split contains less than its fraction of the
-            # bytes read so far. The held-out documents are therefore spread over the entire corpus,
+            # Hold out a document whenever the validation split contains less than `val_fraction` of
+            # the bytes read so far. This spreads the held-out documents over the entire corpus,
             # even if the corpus is sorted.
             split = "val" if held_out < self.fraction * seen else "train"
             seen += size
@@ -509,7 +511,7 @@ class _Preparation:
 
 
 def separators_of(tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
-    """Return (ids before each document, ids after each document)."""
+    """Return (token ids added before each document, token ids added after each document)."""
     before = [tokenizer.bos_token_id] if tokenizer.add_bos else []
     after = [tokenizer.eos_token_id]
     return [i for i in before if i is not None], [i for i in after if i is not None]
@@ -519,15 +521,16 @@ def separators_of(tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
 
 
 def cut_tail(text: str, fraction: Fraction) -> tuple[str, str]:
-    """Split a text so that the second part has about `fraction` of the characters. If there is a
-    line ending nearby, split after it. Return (first part, second part).
+    """Split text into two parts, the second of which has about `fraction` of the characters. If
+    there is a line ending nearby, split after it. Return (first part, second part).
 
     Args:
         text: the text.
-        fraction: fraction of the text's characters, from 0 to 1.
+        fraction: fraction of the characters to put in the second part, from 0 to 1.
     """
     position = math.floor(len(text) * (1 - fraction))
-    # Search backwards for a line ending until the second part would be twice as long.
+    # Search backwards for a line ending, up to the point where the second part would be twice as
+    # long.
     line_end = text.rfind("\n", max(2 * position - len(text), 0), position) + 1
     position = line_end or position
     return text[:position], text[position:]
@@ -540,19 +543,19 @@ def within_tokens(
     separators: int,
     encode: Callable[[str], TokenArray],
 ) -> Iterator[tuple[TextPiece, TokenArray]]:
-    """Yield the pieces that fit into `max_tokens`. Stop once both splits are full.
+    """Yield the pieces that fit into `max_tokens`. Stop when both splits are full.
 
     Args:
         encoded: each piece with its tokens, in order.
         max_tokens: maximum number of tokens in both splits together, including separators.
-        val_fraction: fraction of `max_tokens` for the validation split; with 0, that split has no
-            limit.
+        val_fraction: fraction of `max_tokens` for the validation split; 0 means that the validation
+            split has no limit.
         separators: number of separator tokens (bos, eos) added to each document.
-        encode: function that returns the tokens of a text.
+        encode: function that returns the token ids of a string.
 
     Yields:
-        (piece, tokens). The document that exceeds the limit of its split is cut at the limit, and
-        its last piece has `last` set. Later documents of the split are skipped.
+        (piece, tokens). The document that exceeds the limit of its split is truncated at the limit,
+        and its last piece has `last` set. All later documents of the split are skipped.
 
     Raises:
         ConfigError: `max_tokens` leaves no room for text besides the separators of one document.
@@ -584,20 +587,20 @@ def within_tokens(
 
 
 def longest_prefix(text: str, room: int, tokens: int, count: Callable[[str], int]) -> str:
-    """Return the longest prefix of a text, in whole characters, with at most `room` tokens.
+    """Return the longest prefix of a string that has at most `room` tokens.
 
-    The prefix can have a few tokens fewer than `room`, because the next character may be several
-    tokens or may change how the preceding characters are merged. It is found by bisection, assuming
-    that a longer prefix never has fewer tokens.
+    The prefix consists of whole characters. It may have a few tokens fewer than `room`, because the
+    next character may take several tokens or change how the preceding characters are merged. It is
+    found by bisection, under the assumption that a longer prefix never has fewer tokens.
 
     Args:
         text: the text.
         room: maximum number of tokens in the prefix; less than `tokens`.
-        tokens: number of tokens in the text.
-        count: function that returns the number of tokens in a text.
+        tokens: number of tokens in `text`.
+        count: function that returns the number of tokens in a string.
     """
-    # Start from an estimate, so that a short prefix is found without encoding all of a long text
-    # again.
+    # Start from an estimate, so that a short prefix is found without encoding a long string
+    # completely.
     fits, too_long = 0, len(text)
     guess = room * len(text) // tokens + 16
     while guess < too_long:
@@ -668,8 +671,8 @@ def prepare_random(
     """Write shards of uniformly random tokens, in documents of 1,024 tokens, and return the
     manifest.
 
-    The number of text bytes in the manifest is the sum of the bytes of the individual tokens.
-    Control tokens occur only between documents.
+    The number of text bytes in the manifest is the total size of the individual tokens. Control
+    tokens occur only between documents.
 
     Args:
         drawn: the request, with the number of tokens and the seed.
@@ -711,14 +714,14 @@ def _random_documents(
     tokenizer: Tokenizer,
     generator: np.random.Generator,
 ) -> Iterator[npt.NDArray[np.int64]]:
-    """Yield documents with `count` tokens in total, each as token ids, int64 [tokens of the
-    document].
+    """Yield documents of random token ids, int64 [tokens of the document], until they have `count`
+    tokens in total.
 
     Args:
         count: total number of tokens, including separators.
         plain: token ids in the vocabulary that are not control tokens, int64 [ids].
         tokenizer: the tokenizer, for the ids of the separators.
-        generator: the random generator, advanced by each document.
+        generator: the random generator, whose state advances with each document.
     """
     before, after = separators_of(tokenizer)
     while count:

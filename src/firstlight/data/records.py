@@ -1,12 +1,12 @@
 """Read text, JSONL, JSON, CSV, Parquet and Arrow files, and Hugging Face datasets.
 
-`read_records` yields conversations and preference pairs, and `read_documents` yields texts. Each
-result includes its file and line.
+`read_records` yields conversations and preference pairs, and `read_documents` yields text
+documents. Each result includes the file and line from which it was read.
 
-A *document* is one text file, one line of a JSONL file, or one row of a table (CSV, Parquet). Each
-of these is split into several documents if it contains separators (see `cleaning`). A document that
-can't be read is a `Record` with an error, so the number of documents read equals the number of
-accepted plus rejected documents.
+A *document* is a text file, a line of a JSONL file, or a row of a table (CSV, Parquet). If it
+contains separators (see `cleaning`), it is split into several documents. A document that can't be
+read is returned as a `Record` with an error, so the number of documents read always equals the
+number accepted plus the number rejected.
 """
 
 from __future__ import annotations
@@ -76,23 +76,22 @@ _JSON_SUFFIXES = compressed(".json")
 RECORD_SUFFIXES = (*LINES_SUFFIXES, *_JSON_SUFFIXES, *TABLE_SUFFIXES, ".parquet", ".arrow")
 
 #: Maximum size in bytes of a line in a JSONL file of records (`_MAX_LINE_BYTES`) and of a JSON file
-#: (`_MAX_JSON_BYTES`). Longer lines are rejected without being read into memory. Larger JSON files
-#: are rejected because JSON must be read at once.
+#: (`_MAX_JSON_BYTES`). A longer line is rejected without being read into memory. A larger JSON file
+#: is rejected because it can only be parsed as a whole.
 _MAX_LINE_BYTES = 64 << 20
 _MAX_JSON_BYTES = 4 << 30
-#: Maximum number of lists and objects in a JSON text. Each of them takes at least 64 bytes of
-#: memory. The limit for a long text is one list or object per `_VALUE_BYTES` bytes.
+#: Maximum number of lists and objects in a JSON document, because each of them takes at least 64
+#: bytes of memory. In a long document, the limit is one list or object per `_VALUE_BYTES` bytes.
 _MAX_VALUES, _VALUE_BYTES = 1_000_000, 8
 #: Number of bytes at the beginning of a JSON file from which `kind_of_records` detects its kind.
 _JSON_HEAD_BYTES = 1 << 20
-#: Number of bytes by which each rejected document reduces the limit `DataSource.most_bytes`.
+#: Number of bytes that each rejected document uses up of the limit `DataSource.most_bytes`.
 _REJECTED_BYTES = 1000
-#: If a single character makes up more than this fraction of a text, the text is useless for
-#: training.
+#: Text in which a single character makes up more than this fraction is useless for training.
 COMMON_SHARE = 0.999
 
-#: Number of records at the beginning of a source from which its kind is detected. There are several
-#: because some of them may be damaged.
+#: Number of records at the beginning of a source from which its kind is detected. More than one is
+#: read because some of them may be damaged.
 _TOLD_BY = 10
 
 _ONLY_LICENCE = "Project Gutenberg's header and licence without text"
@@ -114,16 +113,17 @@ REASONS = {
 }
 
 
-class Record(NamedTuple):  # Creating a tuple takes a quarter of the time of a frozen dataclass.
-    """A record or document, or the reason why it can't be read.
+class Record(NamedTuple):  # A named tuple is four times as fast to create as a frozen dataclass.
+    """A record or a document, or the reason why it could not be read.
 
     Attributes:
         origin: the file, or `hf:NAME`.
-        line: line in a JSONL file or table, otherwise the number of the record; one-based.
-        value: the JSON value, or the text of a document; None if there is an error.
+        line: one-based line number in a JSONL file or table; for other sources, one-based number of
+            the record.
+        value: the JSON value of a record, or the text of a document; None if there is an error.
         error: the reason why the record can't be read, or None.
         is_line: True if `line` is a line in the file, False if it is the number of a record.
-        changes: keys of the changes that were made to the text; see `cleaning`.
+        changes: keys of the changes that `cleaning` made to the text.
     """
 
     origin: str
@@ -140,8 +140,9 @@ class Record(NamedTuple):  # Creating a tuple takes a quarter of the time of a f
 
 
 def find_records(inputs: Sequence[str | Path]) -> list[DataSource]:
-    """Resolve inputs to files of records and datasets; see `find_sources`. A .txt file that is
-    itself an input is read as conversations written as text. The .txt files in folders are ignored.
+    """Resolve inputs to files of records and datasets, like `find_sources`. A .txt file that is
+    specified directly is read as conversations written as text, while .txt files in folders are
+    ignored.
 
     Raises:
         InputError: an input does not exist, matches nothing, or does not contain records.
@@ -152,11 +153,11 @@ def find_records(inputs: Sequence[str | Path]) -> list[DataSource]:
     return [*sources, *(find_sources(written, (".txt",)) if written else ())]
 
 
-#: Words for splits in the names of files and folders -> split.
+#: Words in the names of files and folders that indicate a split, with the split that they indicate.
 _SPLITS = dict.fromkeys(("train", "training"), "train")
 _SPLITS |= dict.fromkeys("valid validation validate val dev eval evaluation".split(), "val")
 _SPLITS |= dict.fromkeys(("test", "testing"), "test")
-#: Maximum number of files per split that the message about splits lists.
+#: Maximum number of files per split that are listed in the message about splits.
 _SHOWN_FILES = 3
 
 
@@ -164,10 +165,11 @@ class Splits(NamedTuple):
     """Sources of records, grouped by split.
 
     Attributes:
-        train, val: sources of the splits; `val` is empty if part of `train` is held out.
-        test: test data files in folders, which are not read.
-        note: message about the files that are not used for training because of their names; "" if
-            there are none.
+        train, val: sources of the training and validation splits; `val` is empty if part of `train`
+            is to be held out.
+        test: files of test data, which are not read.
+        note: message about files that are not used for training because of their names; "" if there
+            are no such files.
     """
 
     train: list[DataSource]
@@ -185,13 +187,13 @@ def find_splits(
 
     In folders and globs, the split of a file is determined by the names of the file and its
     folders, such as train.jsonl, valid-00000-of-00002.parquet, chats.test.csv or dev/a.json. Files
-    with other names are used for training. If all files of a folder or glob are named as validation
-    or test data, their names are ignored and all of them are used for training.
+    with other names are used for training. If the names of all files in a folder or glob indicate
+    validation or test data, the names are ignored and all of the files are used for training.
 
     Args:
         inputs: see `find_records`.
         val_inputs: inputs for validation, used instead of the validation files in folders.
-        found: the sources in `inputs` to assign; None assigns all of them.
+        found: the sources among `inputs` to assign to splits; None assigns all of them.
 
     Raises:
         InputError: see `find_records`.
@@ -227,8 +229,8 @@ def find_splits(
 
 
 def _split_named(parts: Sequence[str]) -> str:
-    """Return the split indicated by the first or last word in the name of a file or one of its
-    folders, or "" if there is none.
+    """Return the split indicated by the first or last word in the name of a file or of one of its
+    folders, or "" if no name indicates a split.
     """
     for part in parts:
         words = re.split(r"[-_.]", part.lower())
@@ -247,9 +249,9 @@ def read_records(
     read.
 
     Args:
-        text_key: name of the text field if only texts are needed; None if complete records are
-            needed. With a text field, text files are also read, a blank line is a bad record, and a
-            line may be as long as `largest_document`.
+        text_key: name of the text field if only text is needed; None if complete records are
+            needed. With a text field, text files are also read, a blank line is treated as a bad
+            record, and a line can be as long as `largest_document`.
 
     Raises:
         InputError: a file can't be read at all (permissions, damaged compression), was changed
@@ -266,8 +268,8 @@ def _unchanged(source: DataSource) -> Iterator[None]:
     """Raise an error if another program changes the source's file during the `with` block.
 
     Raises:
-        InputError: the file was changed. This error replaces any error about the file's content,
-            which the change may have caused.
+        InputError: the file was changed. This error replaces any error about the content of the
+            file, because the change may have caused it.
     """
     before, problem = mark_of(source), None
     try:
@@ -324,7 +326,7 @@ def _records_of(source: DataSource, text_key: str | None) -> Generator[Record, N
 
 def _filled(value: Any) -> Any:
     """Remove null entries from a row of Arrow data. Arrow gives all objects in a column the same
-    keys, so each tool call would otherwise have the arguments of all other tools.
+    keys, so each tool call would otherwise also contain the arguments of all other tools, as nulls.
     """
     if isinstance(value, dict):
         return {key: _filled(entry) for key, entry in value.items() if entry is not None}
@@ -335,11 +337,11 @@ def kind_of_records(
     source: DataSource, text_key: str = "text"
 ) -> Literal["chat", "preference"] | None:
     """Detect the value of `prepare --kind` for a source from its first records. Return None for
-    texts and for a source that can't be read. Only the first MiB of a long JSON file is read.
+    text documents and if the source can't be read. Only the first MiB of a long JSON file is read.
 
     Args:
         source: a source of records.
-        text_key: name of the text field, if the records are texts.
+        text_key: name of the text field, in case the records are text documents.
     """
     damage = (OSError, EOFError, EncodingProblem)
     with contextlib.suppress(InputError, MissingDependencyError, *damage):
@@ -361,7 +363,7 @@ def kind_of_records(
 
 
 def _kind_of(values: Sequence[Any], text_key: str) -> Literal["chat", "preference"] | None:
-    """Return the most common kind among the first records of a source."""
+    """Return the most common kind among these records, which are the first ones of a source."""
     kinds: list[Literal["chat", "preference"] | None] = []
     for value in values:
         if is_messages(value):
@@ -378,8 +380,8 @@ def _kind_of(values: Sequence[Any], text_key: str) -> Literal["chat", "preferenc
 
 
 def _first_values(text: str) -> list[Any]:
-    """Parse the first values of possibly truncated JSON: a single object, or the values in a list
-    or on separate lines.
+    """Parse the first values in JSON that may be truncated. The JSON is a single object, a list of
+    values, or one value per line.
     """
     for parts in ([text], text.split("\n", _TOLD_BY)[:_TOLD_BY]):
         with contextlib.suppress(ValueError, RecursionError):
@@ -397,18 +399,19 @@ def _first_values(text: str) -> list[Any]:
 
 
 def _records_in(value: Any, *, is_inner: bool = False) -> list[Any]:
-    """Return the records in the value of a JSON file. The value is one of:
+    """Return the records in a JSON file, whose value is one of:
 
         a list of records
         a single record, or a bare list of messages
         an object of records, keyed by id
         an object of columns
-        an object such as {"data": [...]} with one list of records, which may be inside another
-            object
+        an object with one list of records, such as {"data": [...]}; the list may be nested in
+            another object
 
     Args:
         value: the value.
-        is_inner: True for a part of the file's value, which need not contain records.
+        is_inner: True if `value` is a nested part of the file's value, which need not contain
+            records.
 
     Raises:
         ValueError: an object has several lists of records.
@@ -417,7 +420,7 @@ def _records_in(value: Any, *, is_inner: bool = False) -> list[Any]:
         return [value] if _is_conversation(value) else value
     if not isinstance(value, dict):
         return [value]
-    # A field that usually contains the messages of one record may contain the list of records.
+    # The list of records may be in a field that usually contains the messages of a single record.
     for name in MESSAGE_FIELDS:
         entries = value.get(name)
         if (
@@ -462,7 +465,7 @@ def _records_in(value: Any, *, is_inner: bool = False) -> list[Any]:
             f"file, for example with jq -c '.{next(iter(lists))}[]' FILE > "
             f"{next(iter(lists))}.jsonl"
         )
-    # If the only list is a list of messages, the value is a single record.
+    # If the only list contains messages, the value is a single record.
     if _has_messages(value):
         return [value]
     return _with_shared(value, next(iter(lists.values()), [value]))
@@ -470,7 +473,8 @@ def _records_in(value: Any, *, is_inner: bool = False) -> list[Any]:
 
 def _with_shared(value: dict[str, Any], records: list[Any]) -> list[Any]:
     """Return the records of a file, each with the system message and the tools that the file
-    contains once for all of them."""
+    contains once for all records.
+    """
     names = {key: field_name(key) for key in value}
     shared = {
         key: value[key]
@@ -484,7 +488,8 @@ def _with_shared(value: dict[str, Any], records: list[Any]) -> list[Any]:
 
 def _rows_of_columns(value: dict[str, Any]) -> list[Any]:
     """Return the records in an object of columns, or [] for any other object. A column is a list of
-    values or, as written by pandas, an object of values keyed by row number."""
+    values or, as written by pandas, an object that maps row numbers to values.
+    """
     columns = [
         list(one.values()) if isinstance(one, dict) and all(map(str.isdecimal, one)) else one
         for one in value.values()
@@ -494,14 +499,16 @@ def _rows_of_columns(value: dict[str, Any]) -> list[Any]:
     return [dict(zip(value, row, strict=True)) for row in zip(*columns, strict=True)]
 
 
-#: Fields that identify a single conversation.
+#: Fields that can only belong to a single conversation.
 _CONVERSATION_IDS = frozenset(
     "id conversation_id conv_id dialog_id dialogue_id chat_id session_id thread_id".split()
 )
 
 
 def _is_record(value: Any) -> bool:
-    """Return True for a conversation or preference pair that is not a turn of a conversation."""
+    """Return True for a complete conversation or preference pair, and False for a single turn of a
+    conversation.
+    """
     if isinstance(value, list):
         return _is_conversation(value)
     if not isinstance(value, dict):
@@ -511,19 +518,21 @@ def _is_record(value: Any) -> bool:
 
 
 def _has_messages(value: dict[str, Any]) -> bool:
-    """Return True for a record with a list of messages in exactly one field, under any name."""
+    """Return True for a record in which exactly one field, with any name, contains a list of
+    messages.
+    """
     name = message_field(value)
     return name is not None and isinstance(value[name], list) and _is_conversation(value[name])
 
 
 def _is_turn(entry: Any, value: dict[str, Any], name: str) -> bool:
-    """Return True if a list contains the turns of one conversation rather than records. Each turn
-    is a question with its answer.
+    """Return True if a list contains the turns of one conversation, each a question with its
+    answer, rather than separate records.
 
     Args:
         entry: first entry of the list.
-        value: value of the file, an object that contains the list.
-        name: name of the field with the list, one of `MESSAGE_FIELDS`.
+        value: value of the file, which is an object that contains the list.
+        name: name of the field that contains the list, one of `MESSAGE_FIELDS`.
     """
     if not isinstance(entry, dict) or conversation_kind(entry, "") != "chat":
         return False
@@ -534,8 +543,9 @@ def _is_turn(entry: Any, value: dict[str, Any], name: str) -> bool:
 
 
 def _is_conversation(value: list[Any]) -> bool:
-    """Return True for a bare list of messages, and False for a list of records. Records may also
-    have a `role` field."""
+    """Return True for a bare list of messages, and False for a list of records, even if the records
+    have a `role` field.
+    """
     return is_messages(value) and all(
         conversation_kind([str(key) for key in entry]) is None
         and not {"content", "value", "parts", "tool_calls"}.isdisjoint(entry)
@@ -565,8 +575,8 @@ def read_documents(
             for record in records:
                 for document in _documents_of(record, source, text_key, clean):
                     yield document
-                    # Rejected documents also reduce the limit. Otherwise, a dataset without the
-                    # text field would be read to its end.
+                    # Rejected documents also count towards the limit. Otherwise, a dataset that
+                    # lacks the text field would be read to its end.
                     left -= _REJECTED_BYTES if document.error is not None else 0
                     if source.most_bytes is not None and document.error is None:
                         left -= len(document.value.encode("utf-8"))
@@ -575,8 +585,8 @@ def read_documents(
 
 
 def with_words(documents: Iterable[Record]) -> Generator[Record, None, None]:
-    """Yield the documents, and raise an error if the texts consist of one repeated character.
-    Counting stops once enough other characters have been found.
+    """Yield the documents, and raise an error if they consist almost entirely of one repeated
+    character. Characters are no longer counted once enough different ones have been found.
 
     Raises:
         InputError: at least 99.9% of the text is the same character.
@@ -595,7 +605,7 @@ def with_words(documents: Iterable[Record]) -> Generator[Record, None, None]:
 
 
 def one_character(character: str, share: float) -> str:
-    """Return the message about texts that consist almost entirely of one repeated character."""
+    """Return the message about text that consists almost entirely of one repeated character."""
     return (
         f"{share:.1%} of the text is the single character {character!r}, which is useless for "
         "training: use text with words"
@@ -618,7 +628,9 @@ def _documents_of(
     text_key: str,
     clean: Callable[[str], tuple[str, tuple[str, ...]]],
 ) -> Iterator[Record]:
-    """Yield the documents in a record: its text, split at separators and cleaned."""
+    """Yield the documents in a record, which result from splitting its text at separators and
+    cleaning the parts.
+    """
     try:
         if record.error is not None:
             raise record.error
@@ -633,13 +645,13 @@ def _documents_of(
     if not marks and (transcript := transcript_of(text)) is not None:
         marks = (f"{TRANSCRIPT}{transcript.name}",)
     parts = [(text, record.changes + marks)]
-    # Text files have already been split while reading.
+    # The text of a text file has already been split at separators.
     if "<" in text and not holds_one_document(source):
         found = split_documents([text.encode("utf-8")])
         parts = [((one.content or b"").decode("utf-8"), one.changes + marks) for one in found]
     for part, changes in parts:
         text, made = clean(part)
-        # A record that contains only separators has one empty part.
+        # Text that consists only of separators results in one empty part.
         reason = _ONLY_SEPARATORS
         if part:
             reason = _ONLY_TIMES if SUBTITLES in made else _ONLY_LICENCE
@@ -678,7 +690,7 @@ def digest_of(text: str) -> bytes:
 
 
 def nothing_read(rejected: Counter[str], first: str) -> str:
-    """Return the message about inputs without a usable document.
+    """Return the message about inputs that do not contain any usable document.
 
     Args:
         rejected: number of rejected documents for each reason.
@@ -687,7 +699,7 @@ def nothing_read(rejected: Counter[str], first: str) -> str:
     if not rejected:
         return "the corpus is empty: the inputs contain no documents"
     if rejected.total() == 1:
-        # The messages of all other reasons already include a remedy.
+        # For all other reasons, the message already includes advice.
         remedy = ": give files with text" if rejected["empty"] else ""
         return f"the corpus is empty: {first}{remedy}"
     reasons = ", ".join(f"{count:,} {REASONS[reason]}" for reason, count in rejected.items())
@@ -789,7 +801,7 @@ def _read_list(file: IO[bytes], path: Path, origin: str) -> Iterator[Record]:
         _require_few_values(content)
         values = json.loads(text)
     except json.JSONDecodeError as error:
-        # The first record is a single line and more data follows, so read the file as JSONL.
+        # The first line is a complete record and more data follows, so read the file as JSONL.
         if error.msg == "Extra data" and "\n" not in text[: error.pos].strip():
             with open_compressed(path) as lines:
                 yield from _read_lines(lines, path, origin, None)
@@ -824,6 +836,6 @@ def _dataset_rows(source: DataSource) -> Iterator[object]:
     except Exception as error:
         raise InputError(f"dataset {source.name} can't be read: {first_line(error)}") from error
     finally:
-        # If a scan is not finished and a reference cycle keeps it alive until Python exits, pyarrow
-        # aborts the process (https://github.com/apache/arrow/issues/45214).
+        # pyarrow aborts the process if a reference cycle keeps an unfinished scan alive until
+        # Python exits (https://github.com/apache/arrow/issues/45214).
         gc.collect()

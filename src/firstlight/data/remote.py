@@ -1,15 +1,15 @@
 """Access prepared corpora at a URL. They are downloaded into a cache on this machine and verified.
 
-Any protocol that fsspec supports can be used: s3://BUCKET/FOLDER, gs://,
-hf://datasets/OWNER/NAME/FOLDER, https://HOST/FOLDER, file://, ... Credentials and endpoints are
-configured as for the protocol's own tools (AWS_ACCESS_KEY_ID, AWS_ENDPOINT_URL, `gcloud auth`,
-HF_TOKEN; FSSPEC_S3_ANON=true for public buckets).
+Any protocol that fsspec supports can be used, such as s3://BUCKET/FOLDER, gs://,
+hf://datasets/OWNER/NAME/FOLDER, https://HOST/FOLDER and file://. Credentials and endpoints are
+configured in the same way as for the protocol's own tools (AWS_ACCESS_KEY_ID, AWS_ENDPOINT_URL,
+`gcloud auth`, HF_TOKEN; FSSPEC_S3_ANON=true for public buckets).
 
-In the folder data/ of the cache (see `files.cache`), each corpus has a folder that is named after
-the hash of its URL and manifest. A corpus that is prepared again therefore gets a new folder. The
-size and SHA-256 of each file are verified against the manifest before the file is created
-atomically. A correct file is not downloaded again. fsspec's cache (`filecache::`) is not used,
-because it silently keeps damaged and truncated files.
+Each corpus has its own folder in the data/ folder of the cache (see `files.cache`), named after the
+hash of its URL and manifest. A corpus that is prepared again therefore gets a new folder. Files are
+created atomically, after their size and SHA-256 have been verified against the manifest. Files that
+are already in the cache and correct are not downloaded again. fsspec's cache (`filecache::`) is not
+used, because it silently keeps damaged and truncated files.
 """
 
 from __future__ import annotations
@@ -50,10 +50,10 @@ from firstlight.files.cache import cache_folder, held
 from firstlight.tokenizer import Tokenizer
 
 _URL = re.compile(r"(?:[a-z][a-z0-9+.-]*::)*[a-z][a-z0-9+.-]*://", re.IGNORECASE)
-#: Valid shard names. They contain no "/" and no characters with a special meaning in URLs, so that
-#: no name can refer to a file outside the folder.
+#: Pattern for valid shard names. It excludes "/" and all characters with a special meaning in URLs,
+#: so that a name can't refer to a file outside of the folder.
 _SHARD_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*\.bin")
-#: Files of the tokenizer. The manifest contains a fingerprint of tokenizer.json.
+#: Files of the tokenizer. The manifest contains the fingerprint of tokenizer.json.
 _TOKENIZER_FILES = ("tokenizer_config.json", "tokenizer.json")
 #: Maximum size of a tokenizer file in bytes; the largest known tokenizer.json is 40 MB.
 _MAX_TOKENIZER_BYTES = 1 << 28
@@ -61,18 +61,18 @@ _CHUNK_BYTES = 1 << 20
 #: Delays before the second, third and fourth attempt, in seconds.
 _WAITS_SECONDS = (1.0, 4.0, 15.0)
 _LOCK_NAME = ".lock"
-#: fsspec options for reading a file as one stream (`block_size` 0) and, for HTTP, without first
-#: requesting the file's size (any `size`).
+#: Options that make fsspec read a file as one stream (`block_size=0`) and, for HTTP, without
+#: requesting the size of the file first (any value of `size`).
 _STREAMED = {"http": {"block_size": 0, "size": 1}, "hf": {"block_size": 0}}
-#: Timeout in seconds for connecting and for each wait for data. The total duration of a download is
-#: not limited.
+#: Timeout in seconds for connecting, and for receiving more data. The total duration of a download
+#: is not limited.
 _SILENCE_SECONDS = 60.0
 
 Found = TypeVar("Found")
 
 
 class _TransferError(Exception):
-    """Raised if a transfer failed but may succeed when repeated."""
+    """Raised if a transfer failed and may succeed on another attempt."""
 
 
 #: A shard's entry in the manifest: "file", "bytes", "sha256", "tokens".
@@ -99,8 +99,8 @@ def local_folder(
         location: a URL, or the path of a folder, which is returned without being checked.
         splits: names of the splits to download; splits that the corpus lacks are ignored. None
             downloads all splits.
-        verify: True to check cached files against the SHA-256 in the manifest in addition to the
-            sizes, and to download damaged files again.
+        verify: True to verify cached files against the SHA-256 in the manifest instead of only
+            checking their sizes, and to download damaged files again.
         progress: True to show a progress bar on stderr.
 
     Raises:
@@ -129,7 +129,7 @@ def local_folder(
     if missing or not _is_tokenizer(folder, fingerprint):
         with held(folder / _LOCK_NAME, f"fetching {store.url}", progress):
             remove_leftovers(folder)
-            # Another process may have downloaded some of the missing shards in the meantime.
+            # In the meantime, another process may have downloaded some of the missing shards.
             missing = _missing(folder, missing, verify)
             _fetch_tokenizer(store, folder, fingerprint)
             _fetch_shards(store, folder, missing, progress)
@@ -137,7 +137,7 @@ def local_folder(
 
 
 class _Store:
-    """Remote folder.
+    """A remote folder.
 
     Args:
         url: URL of the folder.
@@ -171,7 +171,7 @@ class _Store:
         except ImportError as error:
             raise _missing_package(self.url, error) from error
         except Exception as error:
-            # Each protocol's package raises different errors.
+            # The package for each protocol raises its own errors.
             where, said = f"{self.url}/{name}", first_line(error)
             if isinstance(error, PermissionError) or "Credentials" in type(error).__name__:
                 raise DataError(
@@ -218,9 +218,10 @@ def _open_store(url: str) -> _Store:
             timeout = aiohttp.ClientTimeout(
                 total=None, sock_connect=_SILENCE_SECONDS, sock_read=_SILENCE_SECONDS
             )
-            # `trust_env` uses proxies from environment variables and passwords from ~/.netrc.
+            # With `trust_env`, proxies are read from environment variables and passwords from
+            # ~/.netrc.
             options["client_kwargs"] = {"timeout": timeout, "trust_env": True}
-        # Import the module by name, because fsspec has no type annotations.
+        # Import fsspec by name, because it has no type annotations.
         system, root = importlib.import_module("fsspec.core").url_to_fs(url, **options)
     except ImportError as error:
         raise _missing_package(url, error) from error
@@ -247,7 +248,8 @@ def _is_refusal(error: Exception) -> bool:
 
 
 def _retried(work: Callable[[], Found]) -> Found:
-    """Return the result of `work`. After a `_TransferError`, retry up to a total of four attempts.
+    """Call `work` and return its result. If it raises `_TransferError`, retry it, with up to four
+    attempts in total.
 
     Raises:
         DataError: all attempts failed.
@@ -286,8 +288,8 @@ def _wanted(url: str, manifest: dict[str, Any], splits: Sequence[str] | None) ->
 
 
 def _missing(folder: Path, wanted: Sequence[_Entry], verify: bool) -> list[_Entry]:
-    """Return the wanted shards that are missing from the folder or do not match their entry. The
-    size of a shard is always compared, and its SHA-256 only with `verify`.
+    """Return the wanted shards that are missing from the folder or do not match their manifest
+    entry. The size is always compared, the SHA-256 only if `verify` is True.
     """
 
     def is_there(file: _Entry) -> bool:
@@ -352,7 +354,7 @@ def _fetch_shards(store: _Store, folder: Path, files: Sequence[_Entry], progress
 
 
 def _fetch(store: _Store, folder: Path, file: _Entry, show: Callable[[int], None]) -> None:
-    """Download one shard; `show` is called with the number of bytes received so far.
+    """Download one shard. `show` is called with the number of bytes received so far.
 
     Raises:
         DataError, _TransferError: see `_Store.parts`; also raised if the shard does not match the

@@ -1,5 +1,5 @@
-"""Token shards: the on-disk format of a prepared corpus, the reader for shards, and the writer for
-shards and manifest (`CorpusWriter`).
+"""Read and write token shards, the on-disk format of a prepared corpus. `CorpusWriter` writes the
+shards and the manifest.
 
 A prepared folder contains these files:
 
@@ -25,16 +25,16 @@ A shard consists of the following parts. All numbers are little-endian.
 The manifest and shards of conversations (see `packing`) have version 2. Each document in such a
 shard is one example, and the shard ends with a loss mask:
 
-    ...     N             one byte for each token: 1 if it is a label, else 0
+    ...     N             one byte per token: 1 if the token is a label, otherwise 0
 
-Tokens are uint16 if every id of the tokenizer fits. The tokens of a document include the bos before
-its text (if the tokenizer adds one) and the eos after it (if the tokenizer has one). A document is
-never split across shards.
+Tokens are stored as uint16 if this dtype can represent every id of the tokenizer. The tokens of a
+document include the bos before the text (if the tokenizer adds one) and the eos after it (if the
+tokenizer has one). A document is never split across shards.
 
-Shards are not memory-mapped, because truncating a mapped file kills the process with SIGBUS, and
-overwriting it silently changes the data. Instead, `pread` reads a shard in blocks. The checksum of
-each block is compared with the checksum that was computed when the file was verified or, without
-verification, when the block was first read.
+Shards are not memory-mapped, because the process would be killed by SIGBUS if a mapped file were
+truncated, and the data would silently change if it were overwritten. Instead, shards are read in
+blocks with `pread`. Each time a block is read, its checksum is compared with the one computed when
+the file was verified or, without verification, when the block was first read.
 """
 
 from __future__ import annotations
@@ -93,14 +93,14 @@ _SHARD_FIELDS = {"file": str, "tokens": int, "bytes": int, "sha256": str}
 
 TokenArray = npt.NDArray[np.uint16] | npt.NDArray[np.uint32]
 
-#: Size of a block in bytes. It is small because reading any token requires the checksum of its
-#: entire block (13 µs at the 5 GB/s of zlib's CRC-32 with carry-less multiplication), but large
-#: enough that the checksums for 100 GB take only 12 MB of memory.
+#: Size of a block in bytes. A block is small because the checksum of the entire block must be
+#: computed to read a single token (13 µs at 5 GB/s, the speed of zlib's CRC-32 with carry-less
+#: multiplication). It is large enough for the checksums of 100 GB to fit into 12 MB of memory.
 BLOCK_BYTES = 1 << 16
 #: Number of document offsets that are checked at a time when a shard is opened.
 _OFFSETS_AT_ONCE = 1 << 17
-#: Distance between the document offsets that are kept in memory. The offsets in between are read
-#: when they are needed.
+#: One out of this many document offsets is kept in memory. The offsets in between are read when
+#: they are needed.
 _OFFSETS_HELD = 512
 #: Number of tokens of a shard that are checked against the vocabulary at a time.
 _CHECKED_AT_ONCE = 1 << 17
@@ -142,13 +142,13 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 
 def manifest_digest(manifest: Mapping[str, Any]) -> str:
-    """Return the SHA-256 of a manifest, which identifies the data of a run."""
+    """Return the SHA-256 of a manifest, which identifies the training data of a run."""
     content = dict(manifest)
     if "chat" in content:
-        # Leave out the counts of unused fields, which do not affect the data. Earlier versions did
-        # not write these counts, and runs of those versions can still be resumed.
+        # Leave out the counts of unused fields. They do not affect the data, and earlier versions,
+        # whose runs can still be resumed, did not write them.
         content["chat"] = {k: v for k, v in content["chat"].items() if k != "unused_fields"}
-    # Sort the keys, because their order in the manifest is irrelevant to the data.
+    # Sort the keys, because the order of the keys in the manifest does not affect the data.
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
@@ -164,7 +164,8 @@ class BlockFile:
     """File that is read in verified blocks by any number of threads.
 
     Args:
-        path: the file. It is opened only once, so a file that later replaces it is not read.
+        path: the file. It is opened only once, so a different file that is later moved to this path
+            is never read.
 
     Attributes:
         size: size of the file in bytes when it was opened.
@@ -184,11 +185,11 @@ class BlockFile:
             raise DataError(f"{describe_os_error(error)}{advice}") from error
         weakref.finalize(self, os.close, self._descriptor)
         self.size = os.fstat(self._descriptor).st_size
-        # CRC-32 of each block; -1 for a block that has not been read yet.
+        # CRC-32 of each block; -1 if the block has not been read yet.
         self._checksums = np.full(-(-self.size // BLOCK_BYTES), -1, dtype=np.int64)
 
     def sha256(self) -> str:
-        """Return the hexadecimal SHA-256 of the file. Also store the checksum of each block.
+        """Return the hexadecimal SHA-256 of the file, and remember the checksum of each block.
 
         Raises:
             DataError: see `read`.
@@ -235,8 +236,9 @@ class BlockFile:
 
 
 def _opened(path: Path) -> int:
-    """Open a file and return its descriptor. If the soft limit on open files is reached, raise it
-    to the hard limit, because a corpus may have more shards than the usual soft limit of 1,024.
+    """Open a file and return its descriptor. If this exceeds the soft limit on open files, increase
+    that limit to the hard limit, because a corpus may have more shards than the usual soft limit of
+    1,024.
     """
     try:
         return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
@@ -249,15 +251,15 @@ def _opened(path: Path) -> int:
 
 
 class Shard:
-    """A shard, with its header and access to its tokens, document offsets and loss mask.
+    """A shard: its header, tokens, document offsets and loss mask.
 
     Every method that reads raises a DataError if the file was changed or truncated since it was
     opened.
 
     Args:
         path: file of the shard.
-        version: the required version of the shard.
-        sha256: the required hexadecimal SHA-256 of the file; None to skip verification.
+        version: the version that the shard must have.
+        sha256: the hexadecimal SHA-256 that the file must have; None to skip verification.
 
     Attributes:
         file: the file, read in verified blocks.
@@ -315,9 +317,10 @@ class Shard:
         return np.frombuffer(data, dtype=np.uint8).astype(bool)
 
     def documents_before(self, token: int) -> int:
-        """Return the number of documents that begin before a token. `check_documents` must be
-        called first."""
-        # Read only the offsets between the two neighbouring ones that are in memory.
+        """Return the number of documents that begin before a given token. `check_documents` must be
+        called first.
+        """
+        # Read only the offsets between the two nearest ones in memory.
         held = int(np.searchsorted(self._held_offsets, np.uint64(token)))
         if held == 0:
             return 0
@@ -328,8 +331,8 @@ class Shard:
         return first + int(np.searchsorted(self.offsets(first, stop), np.uint64(token)))
 
     def check_documents(self) -> None:
-        """Check that the document offsets begin with 0, never decrease and end with N. Afterwards,
-        one in `_OFFSETS_HELD` offsets is kept in memory for `documents_before`.
+        """Check that the document offsets begin with 0, never decrease and end with N. Keep one out
+        of `_OFFSETS_HELD` offsets in memory for `documents_before`.
 
         Raises:
             DataError: the offsets are damaged.
@@ -388,7 +391,8 @@ def open_shard(
 
 
 def require_known(tokens: npt.NDArray[Any], vocab_size: int, where: str) -> None:
-    """Raise an error for token ids beyond the vocabulary, for which a model has no embedding.
+    """Raise an error if a token id is beyond the vocabulary, because a model has no embedding for
+    it.
 
     Args:
         tokens: token ids, of any integer dtype.
@@ -445,7 +449,8 @@ class ShardWriter:
     """Writes the documents of one split into consecutive shards.
 
     Args:
-        folder: folder for the shards. It is a temporary folder until the entire corpus is written.
+        folder: folder for the shards, which has a temporary name until the entire corpus is
+            written.
         split: "train" or "val".
         dtype: dtype of the token ids, from `token_dtype`.
         shard_tokens: number of tokens at which a shard is closed.
@@ -539,7 +544,8 @@ class ShardWriter:
 
 
 class CorpusWriter:
-    """Writes a prepared folder: the shards of both splits, the rejected records, and the manifest.
+    """Writes a prepared folder: the shards of both splits, the list of rejected records, and the
+    manifest.
 
     Args:
         folder: the temporary folder to write to.
@@ -602,7 +608,7 @@ class CorpusWriter:
             self.counts[split]["learned"] += int(loss_mask.sum())
 
     def reject(self, record: Record, error: BadRecordError) -> None:
-        """Count a record as rejected and write it to the file of rejected records."""
+        """Count a record as rejected, and add it to the file of rejected records."""
         self.rejected[error.reason] += 1
         self.first_rejected = self.first_rejected or f"{record.place}: {error}"
         entry = {"file": record.origin, "line": record.line}
@@ -610,7 +616,7 @@ class CorpusWriter:
         self._log.write((json.dumps(entry) + "\n").encode())
 
     def rejections(self, names: Mapping[str, str]) -> str:
-        """Return a description of the numbers of rejected records, for a message.
+        """Return the number of rejected records for each reason, formatted for a message.
 
         Args:
             names: description of each reason.
@@ -630,10 +636,10 @@ class CorpusWriter:
         """Finish the folder and return its manifest.
 
         Args:
-            written: number of input documents or records that are in the shards.
-            fraction: requested fraction to hold out for validation.
-            split_by: method of holding out validation data: "document", "tail", "example", "files"
-                or "none".
+            written: number of input documents or records that were written to the shards.
+            fraction: fraction that was requested to be held out for validation.
+            split_by: method by which validation data was held out: "document", "tail", "example",
+                "files" or "none".
             unread: files in the inputs that were not read because their type is not supported.
             gzip_bytes: size of the validation text in bytes after gzip -9; None if not measured.
             further: additional entries for the manifest.

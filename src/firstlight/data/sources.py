@@ -1,8 +1,8 @@
-"""Find sources of text and records: files, folders, globs, the standard library, and Hugging Face
-datasets.
+"""Find sources of text and records: files, folders, globs, Python's standard library, and Hugging
+Face datasets.
 
-This module only finds the sources. They are read by `records`. `unread_files` lists the files in
-folders and globs that have an unsupported type.
+This module only finds the sources; `records` reads them. `unread_files` lists the files in folders
+and globs that can't be read because of their type.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from firstlight.data.kinds import OTHER_TEXT, kind_by_ending, kind_of
 from firstlight.errors import InputError, describe_read_error, nearest
 from firstlight.files.atomic import read_json, write_json
 
-#: Suffixes of source code, and of all text files (`TEXT_SUFFIXES`). A file with any other suffix is
-#: read if its content is text.
+#: Suffixes of source code (`_CODE_SUFFIXES`), and of all text files (`TEXT_SUFFIXES`). A file with
+#: any other suffix is read if its content is text.
 _CODE_SUFFIXES = tuple(
     ".py .pyi .c .h .cc .cpp .hpp .cs .f90 .go .hs .java .jl .js .jsx .kt .lua .ml .php .pl .r .rb "
     ".rs .scala .sh .sql .swift .ts .tsx".split()
@@ -36,7 +36,7 @@ COMPRESSIONS = ("", ".gz", ".zst", ".bz2", ".xz")
 
 
 def compressed(*suffixes: str) -> tuple[str, ...]:
-    """Return the suffixes, followed by the suffixes of the corresponding compressed files."""
+    """Return each suffix, followed by its variants for compressed files."""
     return tuple(suffix + compression for suffix in suffixes for compression in COMPRESSIONS)
 
 
@@ -45,7 +45,8 @@ LINES_SUFFIXES, TABLE_SUFFIXES = compressed(".jsonl", ".ndjson"), compressed(".c
 #: Suffixes of files that contain several documents.
 _MANY_DOCUMENTS = (*LINES_SUFFIXES, *TABLE_SUFFIXES, ".parquet")
 SUFFIXES = (*compressed(*TEXT_SUFFIXES), *_MANY_DOCUMENTS)
-#: Descriptions, for messages, of the file types that can be read as texts and as records.
+#: Descriptions, for messages, of the file types that can be read as text (`READ_KINDS`) and as
+#: records (`_RECORD_KINDS`).
 READ_KINDS = (
     "text and code with any suffix or none, .jsonl, .ndjson, .csv, .tsv (all may be compressed "
     "as .gz, .bz2, .xz or .zst) and .parquet"
@@ -54,40 +55,40 @@ _RECORD_KINDS = (
     ".jsonl, .ndjson, .json, .csv, .tsv (all may be compressed as .gz, .bz2, .xz or .zst), "
     ".parquet and .arrow"
 )
-#: Name of the file in a prepared corpus that lists the names of the corpus's inputs.
+#: Name of the file in a prepared folder that lists the inputs from which it was prepared.
 SOURCES_NAME = "sources.json"
-#: Input name for the source code of the running Python's standard library.
+#: Name of the INPUT for the source code of Python's standard library.
 STANDARD_LIBRARY = "stdlib"
-#: Maximum number of suffixes in a message, and maximum number of commands for converting files to
-#: text.
+#: Maximum number of suffixes, and of commands for converting files to text, that are listed in a
+#: message.
 _SHOWN_ENDINGS, _SHOWN_WAYS = 8, 3
 
 #: Names of folders that are not searched, because they contain files that the user did not write.
 _SKIPPED_FOLDERS = frozenset({"__pycache__", "node_modules"})
 #: Files whose presence identifies a run folder.
 _RUN_FILES = frozenset({"recipe.yaml", "metrics.jsonl"})
-#: Files without records in folders written by `save_to_disk` of the datasets package.
+#: Files in folders written by `Dataset.save_to_disk` of the datasets package that do not contain
+#: records.
 _DATASET_FILES = frozenset({"dataset_dict.json", "dataset_info.json", "state.json"})
-#: Parts of the standard library's folder that are excluded from the default corpus.
+#: Subfolders of the standard library that are not included in the `stdlib` input.
 _STDLIB_LEFT_OUT = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages"})
 
 #: Estimated bytes of text per byte of a compressed file.
 _UNPACKED = 3.0
-#: Maximum size in bytes of a text file that `limited_sources` includes either completely or not at
-#: all.
+#: Size in bytes up to which `limited_sources` includes a text file either completely or not at all.
 _WHOLE_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
 class DataSource:
-    """A file or a Hugging Face dataset that contains documents.
+    """A file or a Hugging Face dataset that contains documents or records.
 
     Attributes:
         name: name used in messages.
         path: the file, or None for a dataset.
         dataset: NAME[:CONFIG[:SPLIT]] of the dataset, or None for a file.
         most_bytes: number of UTF-8 bytes of text after which reading stops; None means no limit.
-        as_is: True to neither split texts at separators nor clean them; see `cleaning`.
+        as_is: True to read text without splitting it at separators or cleaning it (see `cleaning`).
     """
 
     name: str
@@ -98,7 +99,7 @@ class DataSource:
 
     @property
     def key(self) -> str:
-        """The file or dataset itself, however it is named."""
+        """Key that is the same for all names of the same file or dataset."""
         return self.name if self.path is None else str(self.path.resolve())
 
     @property
@@ -110,15 +111,16 @@ class DataSource:
 def find_sources(
     inputs: Sequence[str | Path], suffixes: tuple[str, ...] = SUFFIXES, *, as_is: bool = False
 ) -> list[DataSource]:
-    """Resolve INPUTs to files and datasets in a deterministic order, with each file listed once.
+    """Resolve INPUTs to files and datasets. Return them in a deterministic order, with each file
+    listed only once.
 
     An INPUT is one of:
 
         a file
         a folder                        searched recursively, without hidden files and folders
         a glob                          `**` matches any number of folders
-        stdlib                          source code of the running Python's standard library without
-                                        its tests (a folder of that name is `./stdlib`)
+        stdlib                          source code of Python's standard library, without tests
+                                        (write `./stdlib` for a folder of that name)
         hf:NAME[:CONFIG[:SPLIT]]        a Hugging Face dataset; SPLIT defaults to "train", and an
                                         empty CONFIG, as in `hf:NAME::SPLIT`, selects the default
                                         configuration
@@ -148,7 +150,7 @@ def find_sources(
 
 
 def distinct_inputs(inputs: Sequence[str | Path]) -> list[str]:
-    """Return the inputs without those that name the same file or folder as an earlier one."""
+    """Return the INPUTs, omitting any that refer to the same file or folder as an earlier one."""
     found: dict[str, str] = {}
     for item in map(str, inputs):
         # Unlike `Path.expanduser`, this does not raise for an unknown user's home folder.
@@ -158,11 +160,12 @@ def distinct_inputs(inputs: Sequence[str | Path]) -> list[str]:
 
 
 def note_on_inputs(inputs: Sequence[str | Path]) -> str:
-    """Return a message about inputs that the user may have meant differently, or "".
+    """Return a message about INPUTs that may not mean what the user intended, or "" if there are
+    none.
 
-    There are three such cases: several inputs name the same file or folder, "stdlib" is an input
-    and a file or folder of that name exists, or a folder contains links to other folders. Linked
-    folders are searched only if they are inputs.
+    There are three such cases: several INPUTs name the same file or folder; the INPUT is "stdlib",
+    and a file or folder of that name also exists; or a folder contains links to other folders,
+    which are searched only if they are INPUTs themselves.
     """
     notes = []
     distinct = distinct_inputs(inputs)
@@ -222,8 +225,8 @@ def _resolve(item: str, suffixes: tuple[str, ...]) -> list[DataSource]:
 
 
 def missing_input(item: str) -> str:
-    """Return the message about an input that is neither a file nor a folder nor any other valid
-    input.
+    """Return the message about an INPUT that does not exist and is not any other valid kind of
+    INPUT.
     """
     path = Path(item).expanduser()
     if kind := special_kind(path):
@@ -274,7 +277,7 @@ def special_kind(path: Path) -> str:
 
 
 def _nothing_in(item: str, folder: Path, suffixes: tuple[str, ...]) -> str:
-    """Return the message about a folder that does not contain supported files."""
+    """Return the message about a folder without any supported files."""
     others = unread_files([folder], suffixes)
     if not others:
         return f"folder {item} contains no {_kinds(suffixes)}: add some"
@@ -299,8 +302,8 @@ def _kinds(suffixes: tuple[str, ...]) -> str:
 
 
 def unread_files(inputs: Sequence[str | Path], suffixes: tuple[str, ...] = SUFFIXES) -> list[Path]:
-    """Return the unsupported files in the folders and globs among the INPUTs, including pipes,
-    sockets, devices and broken links, but not hidden files.
+    """Return the files in folders and globs among the INPUTs that are of an unsupported type.
+    Pipes, sockets, devices and broken links are included; hidden files are not.
 
     Raises:
         InputError: a folder can't be read.
@@ -318,11 +321,11 @@ def unread_files(inputs: Sequence[str | Path], suffixes: tuple[str, ...] = SUFFI
 
 
 def neutral_name(item: str) -> str:
-    """Return the name of an input without local folder names or secrets.
+    """Return the name of an INPUT without the names of local folders and without secrets.
 
-    For an absolute path, a path that begins with `~`, `..` or `./`, or a file:// URL, return the
-    last part. For any other URL, return everything except user, password, query and fragment.
-    Dataset names and other relative paths are returned unchanged.
+    For an absolute path, a path that begins with `~`, `..` or `./`, or a file:// URL, return only
+    the last component. For any other URL, remove the user, password, query and fragment. Dataset
+    names and other relative paths are returned unchanged.
     """
     if "://" in item:
         url = urlsplit(item)
@@ -338,9 +341,9 @@ def write_sources(folder: Path, inputs: Sequence[str | Path], options: Sequence[
     """Write `sources.json`, which contains the `neutral_name` of each INPUT of a prepared corpus.
     The file is not written if there are no inputs.
 
-    The names are not in the manifest, because the manifest identifies the data, and the data does
-    not depend on names. The "cleaned" key is absent from files of earlier versions, which never
-    cleaned texts. Without this key, the corpus was prepared as with --as-is.
+    The names are not stored in the manifest, because the manifest identifies the data and the data
+    does not depend on names. If the "cleaned" key is missing, the file was written by an earlier
+    version that never cleaned text, so the corpus was prepared as if with --as-is.
 
     Args:
         folder: the folder of the corpus.
@@ -359,7 +362,7 @@ def write_sources(folder: Path, inputs: Sequence[str | Path], options: Sequence[
 
 def read_sources(folder: Path) -> tuple[list[str], list[str], bool]:
     """Read the file written by `write_sources`, and return (names, options, cleaned). `cleaned` is
-    False if the file was written by a version that never cleaned texts. If the file does not exist,
+    False if the file was written by a version that never cleaned text. If the file does not exist,
     return ([], [], True).
     """
     try:
@@ -374,13 +377,15 @@ def read_sources(folder: Path) -> tuple[list[str], list[str], bool]:
 
 
 def by_ending(files: Sequence[Path]) -> dict[str, int]:
-    """Count files by suffix (in lower case, "" for none) or `special_kind`, most frequent first."""
+    """Count files by type, most frequent first. The type is the `special_kind` of a file or, if it
+    has none, its suffix in lower case ("" for a file without a suffix).
+    """
     counts = Counter(map(_unread_kind, files))
     return dict(sorted(counts.items(), key=lambda entry: (-entry[1], entry[0])))
 
 
 def _unread_kind(file: Path) -> str:
-    """Return the `special_kind` of an unread file, or its suffix if it has none."""
+    """Return the `special_kind` of an unread file or, if it is an ordinary file, its suffix."""
     return special_kind(file) or _ending(file.name.lower())
 
 
@@ -397,8 +402,8 @@ def _ending(name: str) -> str:
 
 
 def listed(unread: Mapping[str, int]) -> str:
-    """Return a description of unread files, such as "7 .pdf, 2 without a suffix", with commands
-    that convert them to text.
+    """Return a description of unread files, such as "7 .pdf, 2 without a suffix", together with
+    commands for converting them to text.
 
     Args:
         unread: number of files of each type, as returned by `by_ending`.
@@ -420,9 +425,10 @@ def _counted(counts: Mapping[str, int]) -> str:
 
 
 def _is_read(path: Path, suffixes: tuple[str, ...]) -> bool:
-    """Return True if a file has one of the suffixes or, with the default suffixes, if it is
-    text."""
-    # Do not open a pipe, because opening it would wait for a writer.
+    """Return True if a file has one of the suffixes. With the default suffixes, also return True
+    for any other file that contains text.
+    """
+    # Do not open a pipe, because this would block until another process writes to it.
     if not path.is_file():
         return False
     name = path.name.lower()
@@ -440,7 +446,8 @@ def _files_under(folder: Path) -> Iterator[Path]:
 
     for root, folders, names in os.walk(folder, onerror=unreadable):
         if set(names) >= _RUN_FILES:
-            # The samples and metrics of a run are JSONL files, but not text to train on.
+            # This is a run folder. Its samples and metrics are JSONL files, but not meant for
+            # training.
             folders.clear()
             continue
         folders[:] = _searched(folders)
@@ -458,8 +465,8 @@ def _searched(folders: Sequence[str]) -> list[str]:
 
 
 def _linked_folders(folder: str, named: Collection[str]) -> Iterator[Path]:
-    """Yield the links in a folder that lead to folders outside `named`. `_files_under` does not
-    follow such links, because they may be cyclic.
+    """Yield the links in a folder that point to folders other than those in `named`. `_files_under`
+    does not follow such links, because they may be cyclic.
     """
     for root, folders, _ in os.walk(folder):
         folders[:] = _searched(folders)
@@ -468,7 +475,7 @@ def _linked_folders(folder: str, named: Collection[str]) -> Iterator[Path]:
 
 
 def _standard_library() -> list[DataSource]:
-    """Return the .py files of the running interpreter's standard library, without its tests."""
+    """Return the .py files of the running interpreter's standard library, excluding tests."""
     root = Path(sysconfig.get_paths()["stdlib"])
     files: list[Path] = []
     for folder, folders, names in os.walk(root):
@@ -483,7 +490,7 @@ def _standard_library() -> list[DataSource]:
 
 
 def holds_one_document(source: DataSource) -> bool:
-    """Return True if a source is a text file and therefore a single document."""
+    """Return True if a source is a text file, which is read as a single document."""
     return source.path is not None and not source.name.lower().endswith(_MANY_DOCUMENTS)
 
 
@@ -508,10 +515,10 @@ def is_subtitles(source: DataSource) -> bool:
 def limited_sources(
     sources: Sequence[DataSource], most_bytes: int, kept: Sequence[DataSource] = ()
 ) -> list[DataSource]:
-    """Limit the sources so that about `most_bytes` bytes of text are read in total.
+    """Limit sources to about `most_bytes` bytes of text in total.
 
-    If the files contain more text than this, an evenly spaced subset of the small text files is
-    read completely, and the same fraction of every other file is read. For a dataset, the limit is
+    If the files contain more text, an evenly spaced subset of the small text files is kept, and the
+    same fraction is read from the beginning of every other file. For a dataset, the limit is
     `most_bytes`, because its size is unknown.
 
     Args:
@@ -526,7 +533,8 @@ def limited_sources(
         return [as_kept.get(source.name, source) for source in sources]
     share = min(most_bytes / total, 1.0) if total else 1.0
     limited: list[DataSource] = []
-    # If the share is one fifth, every fifth small file is included, starting with the first.
+    # For example, if the share is one fifth, every fifth small file is included, starting with the
+    # first.
     due = 1.0 - share
     for source, size in zip(sources, known, strict=True):
         if holds_one_document(source) and 0 < size <= _WHOLE_BYTES:
@@ -543,14 +551,14 @@ def limited_sources(
 
 
 def text_size(source: DataSource) -> float:
-    """Estimate the bytes of text in a file; 0 for a dataset."""
+    """Estimate the size of the text in a file in bytes; 0 for a dataset."""
     packed = (*COMPRESSIONS[1:], ".parquet")
     return source.size * (_UNPACKED if source.name.lower().endswith(packed) else 1.0)
 
 
 def text_bytes(sources: Sequence[DataSource]) -> int | None:
-    """Return the total size of the sources' files in bytes, or None if the size of a source differs
-    from the size of its text.
+    """Return the total size of the files in bytes. Return None if the size of a source differs from
+    the size of its text, as for compressed files, tables and datasets.
     """
     plain = (*TEXT_SUFFIXES, ".jsonl")
     if all(s.path is not None and s.path.suffix in plain for s in sources):

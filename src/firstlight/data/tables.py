@@ -1,12 +1,12 @@
-"""Readers for tables: CSV and TSV (`read_table`), Parquet (`read_parquet`) and Arrow
-(`read_arrow`). Each row becomes one object. Memory use is bounded.
+"""Read tables in bounded memory: CSV and TSV (`read_table`), Parquet (`read_parquet`) and Arrow
+(`read_arrow`). Each row becomes one object.
 
-In Parquet, many rows can share a single stored copy of a value: in a column's dictionary of values,
-or as a common prefix of texts (DELTA_BYTE_ARRAY). A small file can therefore contain more text than
-fits in memory. The header of a column's first page gives an upper bound on the length of such a
-value. If the value may be long, either fewer rows are read at a time, or the rows also share the
-value in memory (pyarrow's `read_dictionary`). Other texts are not read as dictionaries, because
-pyarrow would then keep all distinct texts of a row group in memory.
+In Parquet, many rows can share one stored copy of a value: either in the dictionary of a column, or
+as a common prefix of strings (DELTA_BYTE_ARRAY). A small file can therefore contain more text than
+fits in memory. The header of the first page of a column provides an upper bound on the length of a
+shared value. If it may be long, either fewer rows are read at a time, or the rows also share the
+value in memory (pyarrow's `read_dictionary`). Other columns are not read as dictionaries, because
+pyarrow would then keep all distinct strings of a row group in memory.
 """
 
 from __future__ import annotations
@@ -31,20 +31,21 @@ from firstlight.data.opening import (
 )
 from firstlight.errors import InputError, first_line, nearest
 
-#: Delimiters of .csv files. Spreadsheets write semicolons in locales whose decimal mark is a comma.
+#: Possible delimiters of .csv files. Spreadsheet programs use semicolons in locales where the comma
+#: is the decimal separator.
 _DELIMITERS = (",", ";", "\t")
-#: Maximum number of rows of a Parquet file that are read at a time. If fewer than `_FEW_ROWS` fit
-#: in memory, the rows share values instead.
+#: Maximum number of rows of a Parquet file that are read at a time. If fewer than `_FEW_ROWS` would
+#: fit in memory, the rows share values in memory instead.
 _BATCH_ROWS, _FEW_ROWS = 1024, 8
 #: A batch with more bytes than this is converted to objects one row at a time.
 _BATCH_BYTES = 1 << 24
-#: Maximum size in bytes of a column in a batch in which each row has a separate copy of a value.
+#: Maximum size in bytes of one column of a batch, if each row has its own copy of the value.
 _COPIED_BYTES = 1 << 26
-#: Number of bytes at the beginning of a page header that contain its type and size, and size of
-#: pyarrow's read buffer in bytes.
+#: Number of bytes read from the beginning of a page header to find the type and size of the page,
+#: and size of pyarrow's read buffer in bytes.
 _HEAD_BYTES, _BLOCK_BYTES = 32, 1 << 16
-#: Minimum number of bytes that are counted for a row and for a list element. Rows and list elements
-#: can be stored without taking any space in the file.
+#: Minimum number of bytes counted for each row and each list element. Both can be stored without
+#: taking any space in the file.
 _ROW_BYTES, _PLACE_BYTES = 16, 4
 #: Values of Parquet's `PageType`: data pages (versions 1 and 2), and dictionary pages.
 _DATA_PAGES, _DICTIONARY_PAGE = (0, 3), 2
@@ -56,7 +57,7 @@ def without_text(names: Sequence[str], text_key: str, what: str) -> BadRecordErr
     Args:
         names: names of the existing fields.
         text_key: name of the missing field.
-        what: "field" or "column", for the message.
+        what: noun for a field in the message: "field" or "column".
     """
     if (problem := conversation_text(names)) is not None:
         return BadRecordError("conversation", problem)
@@ -71,17 +72,20 @@ def without_text(names: Sequence[str], text_key: str, what: str) -> BadRecordErr
 def read_table(
     file: IO[bytes], path: Path, text_key: str | None
 ) -> Generator[tuple[int, dict[str, str] | BadRecordError], None, None]:
-    """Yield the rows of a table (RFC 4180) below its header.
+    """Yield the rows of a table (RFC 4180) after its header.
 
     Args:
         file: decompressed content of the table.
-        path: the file. Its suffix and size are used, and its name appears in messages.
+        path: path of the file. Its suffix and the size of the file are used, and messages contain
+            its name.
         text_key: the column to read; None reads all columns.
 
     Yields:
-        (first line of the row; the row as {column: text}, or the reason why it is rejected).
+        (line number of the row's first line; the row as {column: text}, or the reason why it is
+        rejected).
     """
-    # The limit of the csv module applies to the entire process, not to a single reader.
+    # The csv module's limit on the length of a field applies to the entire process, not to a single
+    # reader.
     csv.field_size_limit(largest_document(path))
     line = 0
     try:
@@ -97,7 +101,7 @@ def read_table(
                 else:
                     yield line, found
         finally:
-            text.detach()  # The caller opened the file and closes it.
+            text.detach()  # Leave the file open: the caller opened it and will close it.
     except EncodingProblem as problem:
         yield line + 1, BadRecordError(problem.reason, str(problem))
 
@@ -147,8 +151,9 @@ def _table_rows(
 
 
 def _header_problem(header: Sequence[str], text_key: str | None) -> BadRecordError | None:
-    """Return the error for a table that lacks a `text_key` column, or that has sentences or numbers
-    instead of column names in its first line. Return None for other tables."""
+    """Return the error for a table that lacks a `text_key` column, or whose first line contains
+    sentences or numbers instead of column names. Return None for any other table.
+    """
     if text_key in header or (text_key is None and conversation_kind(header, "") is not None):
         return None
     if not any(re.search(r"[.?!]\s*\Z|\A[\d.]+\Z|.{60}", name) for name in header):
@@ -194,9 +199,9 @@ class _Lines:
 def _delimiter(first: str, path: Path, text_key: str | None) -> str:
     """Return the delimiter of a table.
 
-    The delimiter of a .tsv file is a tab. In other files, it is the first delimiter with which the
-    header has a `text_key` column or, if `text_key` is None, the columns of conversations. If there
-    is no such delimiter, it is the most frequent one in the header.
+    For .tsv files, it is a tab. For other files, it is the first delimiter that splits the header
+    into names that include `text_key` or, if `text_key` is None, the columns of conversations. If
+    there is no such delimiter, it is the most frequent one in the header.
     """
     if ".tsv" in (ending.lower() for ending in path.suffixes[-2:]):
         return "\t"
@@ -219,8 +224,8 @@ def _damage(error: csv.Error, begin: int, end: int) -> str:
 
 
 def _undecoded(text: str) -> int | None:
-    """Return the first byte that is not UTF-8, recovered from its lone surrogate (PEP 383), or None
-    if the text is valid.
+    """Return the first byte that was not valid UTF-8, or None if there was none. Such bytes have
+    been decoded to lone surrogates (PEP 383).
     """
     if text.isascii():
         return None
@@ -290,7 +295,8 @@ def read_arrow(path: Path, origin: str) -> Iterator[tuple[int, Any | BadRecordEr
                 whole = arrow.ipc.open_file(file)
                 found = map(whole.get_batch, range(whole.num_record_batches))
             for batch in found:
-                # pyarrow trusts the offsets in the file and reads out of bounds if they are wrong.
+                # Validate the batch, because pyarrow trusts the offsets in the file and reads out
+                # of bounds if they are wrong.
                 batch.validate(full=True)
                 yield batch
 
@@ -304,7 +310,9 @@ def read_arrow(path: Path, origin: str) -> Iterator[tuple[int, Any | BadRecordEr
 
 
 def _rows_of(batches: Iterable[Any], path: Path, most_rows: int) -> Iterator[Any]:
-    """Yield the rows of a file's batches. At most `most_rows` rows exist as objects at a time."""
+    """Yield the rows of all batches of a file. At most `most_rows` rows exist as Python objects at
+    a time.
+    """
     arrow = optional("pyarrow", f"reading {path}")
     total = 0
     for batch in batches:
@@ -325,8 +333,7 @@ def _plan(path: Path, footer: Any, columns: list[str] | None) -> tuple[int, list
         columns: the columns to read; None reads all columns.
 
     Returns:
-        (number of rows to read at a time, paths of the columns whose rows share values in
-        memory)
+        (number of rows to read at a time, paths of the columns whose values are shared in memory)
 
     Raises:
         InputError: the memory for a column can't be limited.
@@ -340,10 +347,10 @@ def _plan(path: Path, footer: Any, columns: list[str] | None) -> tuple[int, list
         chunks = [footer.row_group(group).column(index) for group in range(footer.num_row_groups)]
         encodings = ", ".join(sorted({name for chunk in chunks for name in chunk.encodings}))
         is_text, is_nested = leaf.physical_type == "BYTE_ARRAY", leaf.max_repetition_level > 0
-        # pyarrow can share only the values of text columns, and only without DELTA encodings.
+        # pyarrow can only share the values of text columns, and not if they have a DELTA encoding.
         can_share = is_text and "DELTA" not in encodings
-        # For each row group, compute the maximum size of the value in one row. Then compute how
-        # many copies of the largest value fit into a batch.
+        # For each row group, compute the maximum size of a value. Then compute how many copies of
+        # the largest value fit into a batch.
         longest = [_longest_shared(path, chunk) if is_text else _width(leaf) for chunk in chunks]
         if can_share and not is_nested and "." not in leaf.path:
             longest = [_longest_found(path, leaf.path, *found) for found in enumerate(longest)]
@@ -356,8 +363,8 @@ def _plan(path: Path, footer: Any, columns: list[str] | None) -> tuple[int, list
                 shared.append(leaf.path)
             else:
                 rows = max(1, min(rows, copies))
-        # A row may contain any number of values of a nested column, so limiting the rows does not
-        # help.
+        # Limiting the number of rows does not help for a nested column, because each row may
+        # contain any number of its values.
         elif not is_text:
             require_unpacked_size(path, values * _width(leaf))
         elif can_share and copies < values:
@@ -371,8 +378,8 @@ def _plan(path: Path, footer: Any, columns: list[str] | None) -> tuple[int, list
 
 
 def _width(leaf: Any) -> int:
-    """Return the size in bytes of a value in a column (`leaf`, a `ColumnSchema`) that does not
-    contain text.
+    """Return the size in bytes of a value in a column that does not contain text. `leaf` is the
+    `ColumnSchema` of the column.
     """
     if leaf.physical_type == "FIXED_LEN_BYTE_ARRAY":
         return int(leaf.length)
@@ -380,16 +387,16 @@ def _width(leaf: Any) -> int:
 
 
 def _longest_shared(path: Path, chunk: Any) -> int:
-    """Return an upper bound on the size in bytes of a value shared by rows, taken from the header
-    of the first page.
+    """Return an upper bound on the size in bytes of a value shared by several rows. The bound is
+    taken from the header of the first page.
 
     Args:
         path: the Parquet file.
         chunk: metadata of a column in a row group (`ColumnChunkMetaData`).
 
     Returns:
-        The size of the dictionary page; the size of the column for DELTA_BYTE_ARRAY or an
-        unreadable header; 0 if rows do not share values.
+        The size of the dictionary page if there is one; the size of the column for DELTA_BYTE_ARRAY
+        or if the header can't be read; 0 if rows do not share values.
     """
     offsets = (chunk.dictionary_page_offset, chunk.data_page_offset)
     with path.open("rb") as file:
@@ -401,7 +408,7 @@ def _longest_shared(path: Path, chunk: Any) -> int:
 
 
 def _longest_found(path: Path, column: str, group: int, page_bytes: int) -> int:
-    """Read a dictionary and return the size in bytes of its longest text.
+    """Read the dictionary of a column, and return the size in bytes of its longest string.
 
     Args:
         path: the Parquet file.
@@ -410,8 +417,8 @@ def _longest_found(path: Path, column: str, group: int, page_bytes: int) -> int:
         page_bytes: size of the dictionary page in bytes.
 
     Returns:
-        The size of the longest text, or `page_bytes` if the exact number would not change the plan
-        or if pyarrow does not return the complete dictionary.
+        The size of the longest string, or `page_bytes` if the exact number would not change the
+        plan or pyarrow does not return the complete dictionary.
     """
     if not _COPIED_BYTES // _BATCH_ROWS < page_bytes <= _COPIED_BYTES // _FEW_ROWS:
         return page_bytes
@@ -421,7 +428,8 @@ def _longest_found(path: Path, column: str, group: int, page_bytes: int) -> int:
         for batch in file.iter_batches(batch_size=1, row_groups=[group], columns=[column]):
             texts = batch.column(0).dictionary
             sizes = compute.binary_length(texts)
-            # A plain page contains, for each text, its length (four bytes) and its bytes.
+            # In a plain page, each string is stored as its length (four bytes) followed by its
+            # bytes.
             if 4 * len(texts) + (compute.sum(sizes).as_py() or 0) == page_bytes:
                 return int(compute.max(sizes).as_py())
             break
@@ -429,12 +437,12 @@ def _longest_found(path: Path, column: str, group: int, page_bytes: int) -> int:
 
 
 def _page_head(head: bytes) -> tuple[int | None, int]:
-    """Return (type of a page, size of the decompressed page in bytes). The type is None for an
-    invalid header.
+    """Return (type of a page, size of the decompressed page in bytes) from the header of the page.
+    The type is None if the header is invalid.
 
-    These are the first two fields of the Thrift struct `PageHeader` in the compact protocol. Each
-    consists of a byte 0x15 (next field, 32-bit integer) and a number in zigzag encoding, 7 bits per
-    byte.
+    The type and size are the first two fields of the Thrift struct `PageHeader`, in the compact
+    protocol. Each field consists of the byte 0x15 (the next field is a 32-bit integer) and a number
+    in zigzag encoding, 7 bits per byte.
     """
     values, place = [], 0
     for _ in range(2):
@@ -457,7 +465,8 @@ def _page_head(head: bytes) -> tuple[int | None, int]:
 def _batch_rows(batch: Any) -> list[Any]:
     """Convert the rows of a batch to objects. A row with invalid UTF-8 becomes a BadRecordError."""
     arrow = optional("pyarrow", "reading Parquet")
-    # Converting dictionary-encoded texts takes much longer than converting plain texts.
+    # Decode dictionary-encoded strings first, because converting them to objects directly takes
+    # much longer.
     for index, column in enumerate(batch.columns):
         if arrow.types.is_dictionary(column.type):
             batch = batch.set_column(index, batch.schema.names[index], column.dictionary_decode())
@@ -471,8 +480,8 @@ def _batch_rows(batch: Any) -> list[Any]:
 
 
 def _value_bytes(column: Any, arrow: Any) -> int:
-    """Return the size of a column's values in bytes. A text shared by several rows is counted once
-    per row.
+    """Return the size of the values in a column in bytes. A string shared by several rows is
+    counted once for each row.
     """
     kind = column.type
     if arrow.types.is_dictionary(kind):

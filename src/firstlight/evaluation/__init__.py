@@ -1,1 +1,1 @@
-"""Evaluation of models by their loss on held-out text and their scores on tasks."""
+"""Evaluate models by their loss on held-out text and their scores on tasks."""

@@ -1,13 +1,15 @@
-"""Compare two models on the same texts, tasks and prompts.
+"""Compare two models on the same text, tasks and prompts.
 
-Both models read the same rows of a text: consecutive bytes that fit into the contexts of both. A
-row is divided into segments, the shortest pieces at whose edges both tokenizers have an edge
-between tokens. With equal tokenizers, segments are tokens (or the tokens of one character). The
-loss of a segment is exact for both models, so all sums are compared in bits per byte.
+Both models read the same rows of text. A row consists of consecutive bytes and fits into the
+contexts of both models. It is divided into segments, the shortest pieces that begin and end at a
+token boundary of both tokenizers. If the tokenizers are the same, each segment is a single token
+(or all tokens of a single character). The loss of a segment is exact for both models, so all sums
+are compared in bits per byte.
 
-The error of a difference is paired: it is computed from the difference of each document (or each
-row, if a text has few documents), as both models find the same documents hard. See Miller, "Adding
-Error Bars to Evals" (2024, arXiv:2411.00640), and `standard_error` for units of different lengths.
+The standard error of a difference is paired, because both models find the same documents hard: it
+is computed from the differences for individual documents (or for individual rows, if there are only
+a few documents). See Miller, "Adding Error Bars to Evals" (2024, arXiv:2411.00640), and
+`standard_error` for units of different lengths.
 """
 
 from __future__ import annotations
@@ -62,24 +64,27 @@ from firstlight.lora.loading import LoadedModel
 from firstlight.methods.attention import varying_lengths
 from firstlight.tokenizer import Tokenizer
 
-#: Number of documents from which errors are computed over documents instead of rows.
+#: Minimum number of documents in a text for computing standard errors over documents instead of
+#: rows.
 _MANY_DOCUMENTS = 30
-#: Maximum length of a passage in characters, and the length from which it ends at a line break.
+#: Maximum length of a passage in characters, and minimum length at which it ends at the next line
+#: break.
 _PASSAGE, _SHORT_PASSAGE = 320, 160
 
 
 @dataclass(frozen=True)
 class ComparedValue:
-    """Bits per byte of a text, or a score of a task, for both models.
+    """Bits per byte of a text, or the score of a task, for both models.
 
     Attributes:
         name: name of the text, or of the task and its metric.
-        before, after: values of the models, each with its own standard error.
+        before, after: values of the two models, each with its own standard error.
         difference: `after` minus `before`, with its paired standard error. The error is None if it
-            is unknown: for a single unit, or a score that is not a mean over items.
-        unit: what the error of the difference is paired over: "documents", "rows" or "items".
+            can't be computed, because there is only one unit or the score is not a mean over items.
+        unit: kind of the units from which the paired error is computed: "documents", "rows" or
+            "items".
         units: number of units.
-        bytes: number of compared bytes of the text (UTF-8); None for a task.
+        bytes: size of the compared text in UTF-8 bytes; None for a task.
     """
 
     name: str
@@ -105,13 +110,14 @@ class ComparedValue:
 
 @dataclass(frozen=True)
 class Segment:
-    """Shortest piece of text at whose edges both tokenizers have an edge between tokens.
+    """A shortest piece of text that begins and ends at a token boundary of both tokenizers.
 
     Attributes:
         text: the piece.
-        before, after: bits that each model needs for it.
-        marked: True for the segments that carry the difference of their passage: the fewest that
-            together make up half of the bits by which segments got worse (or better).
+        before, after: loss of each model on the piece, in bits.
+        marked: True for the segments that contribute most to the difference of their passage. They
+            are the smallest set of segments that together make up half of all bits by which
+            segments of the passage got worse (or better).
     """
 
     text: str
@@ -127,7 +133,7 @@ class Passage:
     Attributes:
         text: name of the text.
         document: one-based number of the document in the text.
-        difference: bits of the second model minus bits of the first one.
+        difference: loss of the second model minus loss of the first model, in bits.
         segments: the segments.
     """
 
@@ -139,7 +145,7 @@ class Passage:
 
 @dataclass(frozen=True)
 class ComparedAnswer:
-    """Answers of both models to a prompt.
+    """The answers of both models to a prompt.
 
     Attributes:
         prompt: the prompt.
@@ -153,15 +159,15 @@ class ComparedAnswer:
 
 @dataclass(frozen=True)
 class ModelComparison:
-    """Result of `compare`.
+    """The result of `compare`.
 
     Attributes:
         before, after: names of the models.
         same_tokenizer: True if both models encode every text as the same tokens.
-        texts: bits per byte of each text.
-        total: bits per byte of all texts together, or None without texts.
-        worse, better: passages for which the second model needs the most additional bits, and those
-            for which it saves the most bits.
+        texts: bits per byte on each text.
+        total: bits per byte on all texts together; None if there are no texts.
+        worse, better: passages on which the loss of the second model is higher than that of the
+            first by the largest amounts, and passages on which it is lower by the largest amounts.
         tasks: scores of each task.
         answers: answers to each prompt.
     """
@@ -182,11 +188,12 @@ class Row:
     """Consecutive segments of a document that both models read as one row.
 
     Attributes:
-        document: number of the document in its text, from 0.
-        segments: texts of the segments.
+        document: zero-based number of the document in its text.
+        segments: the segments, as strings.
         ids: token ids of each model.
-        counts: number of tokens before each edge of a segment, for each model, [segments + 1].
-        bits: bits that each model needs for each segment, fp64 [segments]; [] until `score_rows`.
+        counts: for each model, the number of tokens before each segment boundary, [segments + 1].
+        bits: for each model, the loss of each segment in bits, fp64 [segments]; empty until
+            `score_rows` is called.
     """
 
     document: int
@@ -197,7 +204,7 @@ class Row:
 
     @property
     def difference(self) -> npt.NDArray[np.float64]:
-        """Bits of the second model minus bits of the first one, fp64 [segments]."""
+        """Loss of the second model minus loss of the first model in bits, fp64 [segments]."""
         return self.bits[1] - self.bits[0]
 
 
@@ -221,28 +228,30 @@ def compare(
     device: str = "auto",
     on_progress: Progress | None = None,
 ) -> ModelComparison:
-    """Compare two models on the same bytes of texts, on tasks, and by their answers to prompts, in
-    fp32. Without texts, tasks and prompts, they are compared on the validation text of the data
-    that they were trained on.
+    """Compare two models, in fp32: their losses on the same bytes of text, their scores on tasks,
+    and their answers to prompts. If no texts, tasks or prompts are specified, they are compared on
+    the validation text of the data that they were trained on.
 
     Args:
-        before, after: models as in `firstlight.evaluate`. Their tokenizers may differ.
-        texts: inputs as in `firstlight.prepare`, or prepared folders, of which the validation split
-            is used. Each entry is one text.
+        before, after: the models, specified as for `firstlight.evaluate`. They can have different
+            tokenizers.
+        texts: inputs as for `firstlight.prepare`, or prepared folders, whose validation split is
+            used. Each entry is evaluated as one text.
         tasks, items, task_folder, chat_template: see `firstlight.evaluate_tasks`.
-        prompts: messages to answer, in the format of the model's chat template. A model without a
-            template continues them. The most likely token is always chosen.
-        sample: number of rows of each text to draw at random; None for all.
+        prompts: messages to answer, rendered with each model's chat template. A model without a
+            template continues them. Decoding is greedy.
+        sample: number of rows to draw at random from each text; None uses all rows.
         seed: random seed of the sample.
-        seq_len: maximum number of tokens per row. None uses the value from each model's training
-            or, if it is unknown, the context length, but at most 1,024.
-        passages: number of passages that got worse, and better, to return.
+        seq_len: maximum number of tokens per row. None uses, for each model, the value from its
+            training or, if that is unknown, its context length up to a maximum of 1,024.
+        passages: maximum number of passages to return that got worse, and of passages that got
+            better.
         max_new_tokens: maximum number of tokens per answer.
-        batch_size: number of rows or of texts of a task per forward pass; None for 4 rows and 32
+        batch_size: number of rows, or of texts of a task, per forward pass; None uses 4 rows and 32
             texts.
         device: "auto", "cpu", "cuda", ...; a model that is already loaded stays on its device.
-        on_progress: called after each batch with the number of completed rows (or texts of a task)
-            and the total number.
+        on_progress: function that is called after each batch with the number of completed rows (or
+            texts of a task) and the total number.
 
     Raises:
         ConfigError: an argument is invalid, or there is nothing to compare the models on.
@@ -305,7 +314,7 @@ def compare(
 
 
 def _listed(values: Any) -> list[Any]:
-    """Return a list of several values, or of a single text or path."""
+    """Return the values as a list. A single string or path is also accepted."""
     return [values] if isinstance(values, str | Path) else list(values)
 
 
@@ -313,10 +322,10 @@ def _listed(values: Any) -> list[Any]:
 
 
 def _held_out(models: Collection[LoadedModel]) -> list[str]:
-    """Return the prepared folders with validation text that the models were trained on.
+    """Return the prepared folders that the models were trained on and that contain validation text.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: there is no such folder.
     """
     found: dict[str, None] = {}
     for loaded in models:
@@ -336,7 +345,7 @@ def _held_out(models: Collection[LoadedModel]) -> list[str]:
 
 
 def documents_of(name: str) -> list[str]:
-    """Return the documents of a text; see `compare`.
+    """Return the documents of a text, which is specified as for `compare`.
 
     Raises:
         InputError: the input is missing or contains no text, or a part can't be read.
@@ -414,11 +423,12 @@ def rows_of(
 
 
 def _row_edges(counts: Sequence[Sequence[int]], limits: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Yield the first and last edge of each row: as many segments as fit, but at least one.
+    """Yield (first boundary, last boundary) of each row. A row contains as many segments as fit,
+    but at least one.
 
     Args:
-        counts: number of tokens before each edge, for each model.
-        limits: maximum number of tokens per row, for each model.
+        counts: for each model, the number of tokens before each segment boundary.
+        limits: for each model, the maximum number of tokens per row.
     """
     start, last = 0, len(counts[0]) - 1
     while start < last:
@@ -432,8 +442,8 @@ def _row_edges(counts: Sequence[Sequence[int]], limits: Sequence[int]) -> Iterat
 
 
 def _encoder(tokenizer: Tokenizer) -> Tokenizer:
-    """Return a copy of a tokenizer whose offsets include the spaces of each token. GPT-2's
-    post-processor, which otherwise only adds special tokens, removes them from the offsets.
+    """Return a copy of a tokenizer that includes the spaces of each token in its offsets. GPT-2's
+    post-processor, which is otherwise only needed to add special tokens, excludes them.
     """
     backend = tokenizers.Tokenizer.from_str(tokenizer.backend.to_str())
     backend.post_processor = None
@@ -441,8 +451,8 @@ def _encoder(tokenizer: Tokenizer) -> Tokenizer:
 
 
 def _token_ends(tokenizer: Tokenizer, encoding: tokenizers.Encoding, text: str) -> dict[int, int]:
-    """Return the number of tokens before each edge between tokens, keyed by the edge's position in
-    the text. Edges within a character are omitted.
+    """Return the number of tokens before each token boundary, keyed by the position of the boundary
+    in the text. Boundaries within a character are omitted.
 
     Raises:
         InputError: the tokens do not cover the whole text.
@@ -474,12 +484,13 @@ def _token_ends(tokenizer: Tokenizer, encoding: tokenizers.Encoding, text: str) 
 def score_rows(
     loaded: LoadedModel, rows: Sequence[Row], *, batch_size: int, on_progress: Progress | None
 ) -> None:
-    """Append a model's bits to `Row.bits` of each row. The first token of a row is predicted from
-    the tokenizer's separator.
+    """Compute the losses of a model, and append them to `Row.bits` of each row. The first token of
+    a row is predicted from the tokenizer's separator.
 
     Args:
         loaded: the model.
-        rows: rows that have been scored by the models before this one.
+        rows: the rows, for which the losses of all preceding models must already have been
+            computed.
         batch_size: number of rows per forward pass.
         on_progress: see `compare`.
 
@@ -488,7 +499,7 @@ def score_rows(
     """
     device = next(loaded.model.parameters()).device
     separator = tokenizer_of(loaded).separator_id
-    # Rows of similar length share a batch, the longest first.
+    # Group rows of similar length into batches, longest first.
     waiting = sorted(rows, key=lambda row: -len(row.ids[len(row.bits)]))
     for start in range(0, len(waiting), batch_size):
         batch = waiting[start : start + batch_size]
@@ -515,7 +526,7 @@ def compare_rows(name: str, rows: Mapping[str, Sequence[Row]]) -> ComparedValue:
 
     Args:
         name: name of the result.
-        rows: scored rows of each text.
+        rows: rows of each text, after `score_rows`.
     """
     units: dict[tuple[str, int], list[Row]] = {}
     unit = "documents"
@@ -528,7 +539,7 @@ def compare_rows(name: str, rows: Mapping[str, Sequence[Row]]) -> ComparedValue:
     sizes = [len("".join(s for row in own for s in row.segments).encode()) for own in several]
 
     def ratio(bits_of: Callable[[Row], npt.NDArray[np.float64]]) -> Metric:
-        # Bits and bytes of a unit take the places of loss and tokens.
+        # Use bits in place of the loss and bytes in place of tokens.
         bits = [math.fsum(itertools.chain(*map(bits_of, own))) for own in several]
         losses = list(map(RowLoss, range(len(sizes)), bits, sizes))
         error = standard_error(losses, math.inf) if len(losses) > 1 else None
@@ -542,7 +553,7 @@ def compare_rows(name: str, rows: Mapping[str, Sequence[Row]]) -> ComparedValue:
 
 
 def passages_of(rows: Mapping[str, Sequence[Row]], count: int, *, sign: int) -> list[Passage]:
-    """Return the passages with the largest differences, the largest first.
+    """Return the passages with the largest differences, largest first.
 
     Args:
         rows: rows of each text.
@@ -555,7 +566,7 @@ def passages_of(rows: Mapping[str, Sequence[Row]], count: int, *, sign: int) -> 
             for part in _parts(row.segments):
                 if (total := sign * float(row.difference[part].sum())) > 0:
                     found.append((total, text, row, part))
-        # Keep only the largest ones: a text may have millions of passages.
+        # Keep only the largest differences, because a text may have millions of passages.
         found = sorted(found, key=lambda one: -one[0])[:count]
     return [
         Passage(text, row.document + 1, sign * total, _marked(row, part, sign))
@@ -575,10 +586,10 @@ def _parts(segments: Sequence[str]) -> Iterator[slice]:
 
 
 def _marked(row: Row, part: slice, sign: int) -> tuple[Segment, ...]:
-    """Return the segments of a passage; see `Segment` for the marks."""
+    """Return the segments of a passage, with `Segment.marked` set."""
     share = np.maximum(sign * row.difference[part], 0.0)
     order = np.argsort(-share, kind="stable")
-    # A segment is marked while those before it in the order make up less than half.
+    # Mark segments in order of their share, until the marked ones make up half of the total.
     earlier = np.cumsum(share[order]) - share[order]
     marked = set(order[(earlier < share.sum() / 2) & (share[order] > 0)].tolist())
     before, after = (own[part].tolist() for own in row.bits)
@@ -615,7 +626,7 @@ def compare_scores(
 
 
 def _answers(loaded: LoadedModel, prompts: Sequence[str], settings: SamplingConfig) -> list[str]:
-    """Return a model's answers to prompts; see `compare`."""
+    """Return the answers of a model to prompts, as described in `compare`."""
     decoder = ConversationDecoder(loaded.model)
     own = with_model_settings(settings, loaded, ["temperature"])
     return [

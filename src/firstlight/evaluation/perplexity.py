@@ -1,6 +1,6 @@
-"""Evaluate loss, perplexity and bits per byte on a split of prepared data or on a sample of its
-rows, and evaluate the loss by token position. By default, a model is evaluated with the data and
-options that it was trained with.
+"""Evaluate loss, perplexity and bits per byte on a split of prepared data or a sample of its rows,
+and the loss by token position. By default, a model is evaluated with the data and options with
+which it was trained.
 """
 
 from __future__ import annotations
@@ -52,10 +52,11 @@ class RowOptions(TypedDict, total=False):
         device: device of the model.
         document_masking: True to let tokens attend only to their own document, as in training with
             `data.document_masking`.
-        first_id: token id that is inserted before the first token of the split, so that the first
-            token is also predicted and all bytes of the text are counted. None to skip the first
-            token.
-        on_rows: called after each batch with the number of completed rows and the total number.
+        first_id: token id that is inserted before the first token of the split, so that this token
+            is also predicted and all bytes of the text are counted. With None, the first token is
+            not predicted.
+        on_rows: function that is called after each batch with the number of completed rows and the
+            total number of rows.
     """
 
     seq_len: Required[int]
@@ -69,10 +70,10 @@ class RowOptions(TypedDict, total=False):
 def load_for_evaluation(
     checkpoint: str | Path, device: str = "auto", *, best: bool = False
 ) -> LoadedModel:
-    """Load a model in fp32 for an evaluation.
+    """Load a model for evaluation, in fp32.
 
     Args:
-        checkpoint: a folder or hub id as for `firstlight.load`.
+        checkpoint: a folder or hub id, as for `firstlight.load`.
         device: "auto", "cpu", "cuda", ...
         best: True to load the checkpoint with the lowest validation loss in a run folder instead of
             the newest one.
@@ -86,12 +87,12 @@ def load_for_evaluation(
 
     def read(folder: Path) -> LoadedModel:
         loaded = load_model(folder, hardware.device, dtype=torch.float32)
-        # Read the state immediately, because an active run may delete the checkpoint later.
+        # Read the state now, because an active run may delete the checkpoint later.
         try:
             return dataclasses.replace(loaded, trained_on=trained_on(folder))
         except CheckpointError:
             require_kept(folder)
-            # The state is damaged. `training_data` raises the error if the state is required.
+            # The state is damaged. If it is needed later, `training_data` raises the error.
             return loaded
 
     return read_model_folder(checkpoint, read, best=best)
@@ -117,7 +118,8 @@ def open_evaluated_split(loaded: LoadedModel, data: str | Path | None, split: st
         loaded, data, split: see `evaluated_folder`.
 
     Raises:
-        DataError: the data consists of preference pairs. For other reasons, see `evaluated_folder`.
+        DataError: the data consists of preference pairs. Also raised for the reasons listed in
+            `evaluated_folder`.
     """
     folder = evaluated_folder(loaded, data, split)
     dataset = open_split(folder, split, long=training_data(loaded).get("long") or "cut")
@@ -130,10 +132,10 @@ def open_evaluated_split(loaded: LoadedModel, data: str | Path | None, split: st
 
 
 def training_data(loaded: LoadedModel) -> Mapping[str, Any]:
-    """Return the description of the data that the model was trained on; see `trained_on`.
+    """Return the result of `trained_on`, which describes the data that the model was trained on.
 
     Raises:
-        CheckpointError: the model's checkpoint was deleted or is damaged.
+        CheckpointError: the checkpoint of the model was deleted or is damaged.
     """
     return trained_on(loaded.folder) if loaded.trained_on is None else loaded.trained_on
 
@@ -141,14 +143,14 @@ def training_data(loaded: LoadedModel) -> Mapping[str, Any]:
 def options_of_training(
     loaded: LoadedModel, dataset: TokenDataset, seq_len: int | None, document_masking: bool | None
 ) -> RowOptions:
-    """Return the options of an evaluation. For arguments that are None, the values from training
-    are used.
+    """Return the options of an evaluation. Arguments that are None default to the values used in
+    training.
 
     Args:
         loaded: the model.
         dataset: the split to evaluate.
-        seq_len: number of tokens per row. None uses the value from training or, if it is unknown,
-            the model's context length, but at most 1,024.
+        seq_len: number of tokens per row. None uses the value from training or, if that is unknown,
+            the context length of the model up to a maximum of 1,024.
         document_masking: see `RowOptions`.
 
     Raises:
@@ -167,7 +169,7 @@ def options_of_training(
 
 
 def row_length(loaded: LoadedModel, seq_len: int | None) -> int:
-    """Return the number of tokens per row; see `options_of_training`."""
+    """Return the number of tokens per row. `seq_len` is that of `options_of_training`."""
     limit = loaded.model.config.max_position_embeddings
     return seq_len or training_data(loaded).get("seq_len") or min(limit, 1024)
 
@@ -201,17 +203,18 @@ def require_finite(loaded: LoadedModel, *, finite: bool) -> None:
 def evaluated_folder(
     loaded: LoadedModel, data: str | Path | None, split: str, *, progress: bool = False
 ) -> Path:
-    """Return the local folder of the evaluated data. Data at a URL is downloaded first.
+    """Return the local folder of the data to evaluate. If the data is at a URL, download it first.
 
     Args:
         loaded: the model.
-        data: a prepared folder or its URL; None uses the data that the model was trained on.
+        data: a prepared folder, or the URL of one; None uses the data that the model was trained
+            on.
         split: name of the split to download.
         progress: True to show a progress bar during the download.
 
     Raises:
-        DataError: `data` is None and the model's training data is unknown or a mix of several
-            corpora, or the data can't be downloaded.
+        DataError: the data can't be downloaded; or `data` is None, and the model's training data is
+            unknown or a mix of several corpora.
         MissingDependencyError, StorageError: see `remote.local_folder`.
     """
     trained = training_data(loaded)
@@ -230,7 +233,7 @@ def evaluated_folder(
 
 
 def require_same_tokenizer(loaded: LoadedModel, dataset: TokenDataset) -> None:
-    """Raise an error if the data was prepared with a tokenizer that differs from the model's.
+    """Raise an error if the data was prepared with a different tokenizer than that of the model.
 
     Raises:
         ModelError: the model has no tokenizer.
@@ -251,24 +254,24 @@ def require_same_tokenizer(loaded: LoadedModel, dataset: TokenDataset) -> None:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Results of an evaluation over all evaluated tokens.
+    """Results of an evaluation.
 
     Attributes:
         loss: mean cross-entropy in nats per token; for preference pairs, the mean loss per pair.
         perplexity: exp(loss); NaN for preference pairs.
-        bits_per_byte: bits per byte of the split's UTF-8 text, which can be compared across
-            tokenizers; NaN for preference pairs.
-        gzip_bits_per_byte: bits per byte achieved by gzip -9 on all text of the split, even if only
-            a sample of rows is evaluated; None if it was not recorded.
+        bits_per_byte: bits per byte of UTF-8 text, which can be compared between models with
+            different tokenizers; NaN for preference pairs.
+        gzip_bits_per_byte: bits per byte that gzip -9 achieves on the text of the entire split,
+            even if only a sample of rows is evaluated; None if this was not recorded.
         tokens: number of predicted tokens.
         rows: number of evaluated rows.
         total_rows: number of rows in the split.
         split: "val" or "train".
         seq_len: number of tokens per row.
         document_masking: True if tokens attended only to their own document.
-        loss_stderr: standard error of the loss if it was estimated from a random sample of rows;
-            see `scores.standard_error`. All standard errors are None if all rows were evaluated or
-            the rows were not drawn at random.
+        loss_stderr: standard error of the loss if it was estimated from a random sample of rows
+            (see `scores.standard_error`). All standard errors are None if all rows were evaluated,
+            or if the rows were not drawn at random.
         perplexity_stderr: standard error of the perplexity, computed with the delta method.
         bits_per_byte_stderr: standard error of the bits per byte.
     """
@@ -293,15 +296,15 @@ def evaluation_rows(total: int, limit: int) -> list[int]:
 
     Args:
         total: number of rows in the split.
-        limit: maximum number of rows, which are spread evenly over the split; 0 for all rows.
+        limit: maximum number of rows, which are spread evenly over the split; 0 means all rows.
     """
     if limit == 0 or limit >= total:
         return list(range(total))
     return [i * total // limit for i in range(limit)]
 
 
-# torch.inference_mode can't be used, because FSDP2 allocates tensors in the first forward pass of a
-# run, which may be this one, and training uses these tensors afterwards.
+# Don't use torch.inference_mode. FSDP2 allocates tensors in its first forward pass, which may be
+# this one, and training uses the same tensors afterwards.
 @torch.no_grad()
 @varying_lengths()
 def losses_of_rows(
@@ -310,7 +313,7 @@ def losses_of_rows(
     rows: Sequence[int],
     **options: Unpack[RowOptions],
 ) -> list[RowLoss]:
-    """Compute the losses of rows in this process.
+    """Compute the losses of rows, using only this process.
 
     Args:
         loss_sum: see `evaluate_split`.
@@ -339,8 +342,7 @@ def losses_of_rows(
             losses += map(RowLoss, part, loss.tolist(), tokens.tolist())
         if on_rows is not None:
             on_rows(start + len(part), len(rows))
-    # In row 0, all tokens except the first one of the split have been predicted. Predict the first
-    # token from `first_id`.
+    # Row 0 does not predict the first token of the split. Predict it separately, from `first_id`.
     if rows and rows[0] == 0 and dataset.predicts_first(first_id):
         input_ids = torch.tensor([[first_id]], device=device)
         labels = torch.from_numpy(dataset[0:1])[None].to(device)
@@ -359,27 +361,29 @@ def evaluate_split(
     processes: int = 1,
     **options: Unpack[RowOptions],
 ) -> Evaluation:
-    """Evaluate non-overlapping rows. Each token is predicted once, from the preceding tokens in its
-    row. With document masking, it is predicted only from tokens of the same document.
+    """Evaluate the rows of a split, which do not overlap. Each token is predicted once, from the
+    preceding tokens in its row or, with document masking, only from those in the same document.
 
     For bits per byte, tokens that are not predicted are assumed to have the mean loss. The losses
-    of rows are added without rounding errors. The last fp32 digits of a row's loss depend on its
-    batch, so the relative difference between results with different batch sizes is at most 1e-6.
+    of the rows are summed without rounding errors. The loss of a single row may differ in its last
+    fp32 digits depending on the batch, so results with different batch sizes can have a relative
+    difference of up to 1e-6.
 
     Args:
-        loss_sum: function that maps input_ids, labels and, with document masking, document_ids,
-            int64 [B, T], to the summed loss in nats. The result is a scalar [] for the batch, or
-            [B] for its rows.
+        loss_sum: function that returns the summed loss in nats, either as a scalar for the batch,
+            [], or for each row, [B]. Its arguments are input_ids, labels and, with document
+            masking, document_ids, all int64 [B, T].
         dataset: the split.
         rows: indices of the rows to evaluate in ascending order; None for all rows.
-        drawn: True if the rows were drawn at random. The result then includes standard errors,
-            which requires a loss function that returns the loss of each row.
-        rank, processes: rank of this process, and number of processes that share the batches. All
-            processes get the same result, which is equal to that of a single process.
+        drawn: True if the rows were drawn at random. In this case, the result includes standard
+            errors, and `loss_sum` must return the loss of each row.
+        rank, processes: rank of this process, and number of processes among which the batches are
+            divided. All processes return the same result, which is equal to that of a single
+            process.
         options: see `RowOptions`.
 
     Raises:
-        DataError: there is no token to predict. With document masking, this happens if all
+        DataError: there is no token to predict. With document masking, this is the case if all
             documents consist of a single token.
     """
     seq_len, masking = options["seq_len"], options.get("document_masking", False)
@@ -406,8 +410,8 @@ def evaluate_split(
         split=dataset.split,
         seq_len=seq_len,
         document_masking=masking,
-        # According to the delta method, the standard error of a function of the loss is the
-        # standard error of the loss times the function's derivative.
+        # Delta method: the standard error of a function of the loss is the standard error of the
+        # loss times the derivative of the function.
         loss_stderr=error,
         perplexity_stderr=None if error is None else perplexity * error,
         bits_per_byte_stderr=None if error is None else error * bits_a_nat,
@@ -423,7 +427,7 @@ def _shared_losses(
     processes: int,
     options: RowOptions,
 ) -> list[RowLoss]:
-    """Return the losses of all rows in all processes. Each row is evaluated by one process."""
+    """Evaluate each row in one of the processes. Return the losses of all rows in every process."""
     own, extra = _own_batches(rows, options["batch_size"], rank, processes)
     losses = losses_of_rows(loss_sum, dataset, own, **options)
     if extra:
@@ -437,9 +441,10 @@ def _shared_losses(
 def _own_batches(
     rows: list[int], batch_size: int, rank: int, processes: int
 ) -> tuple[list[int], list[int]]:
-    """Return (rows of this rank, rows of an uncounted batch). The uncounted batch is [] unless
-    other ranks have one more batch than this rank. With a sharded model, all ranks must run the
-    same number of forward passes, because they gather each layer together.
+    """Return (rows that this rank evaluates, rows of an additional batch whose losses are not
+    counted). The additional batch is [] unless other ranks have one more batch than this rank. All
+    ranks must run the same number of forward passes, because the ranks gather the layers of a
+    sharded model together.
     """
     batches = [rows[start : start + batch_size] for start in range(0, len(rows), batch_size)]
     own = batches[rank::processes]
@@ -449,8 +454,8 @@ def _own_batches(
 
 
 def _all_losses(own: list[RowLoss]) -> list[RowLoss]:
-    """Return the losses of all processes, sorted by row. Processes of a tensor-parallel group
-    evaluate the same rows, and each row is counted only once.
+    """Return the losses from all processes, sorted by row. Each row is included only once, even
+    though all processes of a tensor-parallel group evaluate the same rows.
     """
     gathered = gather_objects([[loss.row, loss.loss, loss.tokens] for loss in own])
     found = {entry[0]: RowLoss(*entry) for part in gathered for entry in part}
@@ -471,24 +476,26 @@ def evaluate(
     device: str = "auto",
     on_rows: Callable[[int, int], None] | None = None,
 ) -> Evaluation:
-    """Evaluate a model's loss, perplexity and bits per byte on a split, or estimate them with
-    standard errors from a random sample of its rows.
+    """Evaluate the loss, perplexity and bits per byte of a model on a split, or estimate them with
+    standard errors from a random sample of rows.
 
     Args:
-        checkpoint: a folder or hub id as in `firstlight.load`, or a model returned by that
+        checkpoint: a folder or hub id, as for `firstlight.load`, or a model returned by that
             function.
-        data: a prepared folder or its URL; None uses the data that the model was trained on.
+        data: a prepared folder, or the URL of one; None uses the data that the model was trained
+            on.
         split: "val" or "train".
-        sample: number of rows to draw at random without replacement. The entire split is evaluated
-            if this is None or at least the number of rows.
-        seed: random seed of the sample.
-        seq_len: number of tokens per row. None uses the value from training or, if it is unknown,
-            the model's context length, but at most 1,024.
+        sample: number of rows to draw at random without replacement. If this is None, or not less
+            than the number of rows in the split, the entire split is evaluated.
+        seed: random seed for drawing the sample.
+        seq_len: number of tokens per row. None uses the value from training or, if that is unknown,
+            the context length of the model up to a maximum of 1,024.
         batch_size: number of rows per forward pass.
         document_masking: True to let tokens attend only to their own document; None uses the
-            setting from training. Conversations never attend to each other.
+            setting from training. In conversation data, documents never attend to each other.
         device: "auto", "cpu", "cuda", ...; a model that is already loaded stays on its device.
-        on_rows: called after each batch with the number of completed rows and the total number.
+        on_rows: function that is called after each batch with the number of completed rows and the
+            total number of rows.
 
     Raises:
         ConfigError: sample, seed, seq_len, batch_size or device is invalid.
@@ -512,13 +519,13 @@ def evaluate(
     return result
 
 
-#: Number of ranges of positions for which a loss is computed.
+#: Number of position ranges for which a loss is computed.
 _STRETCHES = 16
 
 
 @dataclass(frozen=True)
 class PositionLoss:
-    """Loss of the tokens in a range of positions.
+    """Loss of the tokens at a range of positions.
 
     Attributes:
         first, last: first and last positions of the range. The position of a prediction is the
@@ -543,7 +550,7 @@ class ByPosition:
     Attributes:
         seq_len: number of tokens per row.
         document_masking: True if tokens attended only to their own document.
-        stretches: losses of the position ranges, in ascending order.
+        stretches: losses of the position ranges, in order of position.
     """
 
     seq_len: int
@@ -564,8 +571,8 @@ def evaluate_by_position(
     device: str = "auto",
     on_rows: Callable[[int, int], None] | None = None,
 ) -> ByPosition:
-    """Evaluate the loss in each of 16 ranges of positions of nearly equal length. Ranges without
-    tokens are omitted.
+    """Evaluate the loss by position, in 16 ranges of nearly equal length. Ranges without tokens are
+    omitted.
 
     The arguments are the same as for `evaluate`. For a model with rotary position embeddings,
     `seq_len` may exceed the model's context length.
@@ -604,8 +611,8 @@ def evaluate_by_position(
 def _sums_by_position(
     model: Model, input_ids: Tensor, labels: Tensor, document_ids: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return the summed loss, fp64 [T], and the number of predicted tokens, int64 [T], of each
-    position, on the CPU.
+    """Return, for each position, the summed loss, fp64 [T], and the number of predicted tokens,
+    int64 [T]. Both tensors are on the CPU.
 
     Args:
         model: the model.
@@ -623,8 +630,9 @@ def _sums_by_position(
 
 
 def _stretches(sums: Tensor, counts: Tensor) -> list[PositionLoss]:
-    """Return the losses of position ranges of nearly equal length, from the results [T] of
-    `_sums_by_position`."""
+    """Return the losses of position ranges of nearly equal length, computed from the results of
+    `_sums_by_position`, each [T].
+    """
     number = min(_STRETCHES, len(sums))
     edges = [len(sums) * i // number for i in range(number + 1)]
     found = []

@@ -1,8 +1,8 @@
-"""Scores of texts, including losses of rows, log-likelihoods of continuations, and task results
-with standard errors.
+"""Compute the losses of rows, the log-likelihoods of continuations, and task results with standard
+errors.
 
-Sums are computed with `math.fsum`, which rounds only the final result. The sum over rows is
-therefore bitwise identical for any order of the rows and any distribution over processes.
+Sums are computed with `math.fsum`, which rounds only the final result. A sum over rows is therefore
+bitwise identical regardless of the order of the rows and how they are divided among processes.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from firstlight.tokenizer import Tokenizer
 
 
 def perplexity_of(loss: float) -> float:
-    """Return exp(loss), or a large finite number if exp would overflow because the model has
-    diverged.
+    """Return exp(loss), or a large finite number if exp would overflow, as it does for a model that
+    has diverged.
     """
     return math.exp(min(loss, 700.0))
 
 
 def row_losses(model: Model) -> LossFunction:
     """Return a loss function that computes the summed loss of each row in nats, fp64 [B], instead
-    of a single sum for the batch. The function materialises the logits of the entire batch, [B, T,
-    V].
+    of a single sum for the batch. The loss function materialises the logits of the entire batch,
+    [B, T, V].
     """
 
     def losses(input_ids: Tensor, labels: Tensor, document_ids: Tensor | None = None) -> Tensor:
@@ -48,8 +48,8 @@ def row_losses(model: Model) -> LossFunction:
 def token_losses(
     model: Model, input_ids: Tensor, labels: Tensor, document_ids: Tensor | None
 ) -> Tensor:
-    """Return the loss of each token in nats, [B, T], in fp32 or wider. The loss is 0 where the
-    label is -100.
+    """Return the loss of each token in nats, [B, T], in fp32 or higher precision. The loss is 0
+    where the label is -100.
 
     Args:
         model: the model.
@@ -67,7 +67,7 @@ def token_losses(
 
 @dataclass(frozen=True)
 class TokenPair:
-    """Token ids of a context and of its continuation.
+    """Token ids of a context and its continuation.
 
     Attributes:
         context: token ids of the context, at least one.
@@ -85,8 +85,8 @@ class Likelihood:
 
     Attributes:
         logprob: natural logarithm of the continuation's probability.
-        is_greedy: True if each token of the continuation is the most probable one, so that greedy
-            decoding would generate the continuation.
+        is_greedy: True if every token of the continuation is the most probable one, which means
+            that greedy decoding would generate the continuation.
     """
 
     logprob: float
@@ -96,17 +96,17 @@ class Likelihood:
 def encode_choices(
     tokenizer: Tokenizer, context: str, continuations: Sequence[str]
 ) -> list[TokenPair]:
-    """Encode a context with each of several continuations in the same way as lm-evaluation-harness
+    """Encode a context with each of several continuations, in the same way as lm-evaluation-harness
     (`TemplateLM._encode_pair`).
 
     Whitespace at the end of the context is moved to the continuation. Context and continuation are
-    encoded as one text. If the context alone has n tokens, the continuation consists of all tokens
-    after the first n.
+    encoded as one string. If the context is n tokens long when it is encoded on its own, all tokens
+    after the first n belong to the continuation.
 
     Args:
         tokenizer: the model's tokenizer.
         context: non-empty text.
-        continuations: texts including their leading space.
+        continuations: strings, including their leading spaces.
     """
     stripped = context.rstrip()
     moved = context[len(stripped) :]
@@ -130,17 +130,17 @@ def likelihoods(
     its tokens.
 
     If context and continuation don't fit into the model's context length, the context is truncated
-    from the left. A context shared by several continuations is computed once, and contexts of the
-    same length are computed together. The last fp32 digits of the results may differ from those of
-    a separate pass over each pair.
+    from the left. The forward pass over a context is shared by all of its continuations, and
+    contexts of the same length are processed together. The results may differ in their last fp32
+    digits from those of separate passes over each pair.
 
     Args:
         model: a model in evaluation mode.
         pairs: contexts and continuations.
         batch_size: maximum number of continuations per forward pass, which affects only the speed.
-            Continuations of one context always stay in the same pass.
-        on_pairs: called after each batch with the number of completed pairs and the total number.
-            It may raise an error.
+            Continuations of the same context are always processed in the same pass.
+        on_pairs: function that is called after each batch with the number of completed pairs and
+            the total number of pairs. It may raise an error.
 
     Raises:
         ModelError: a log-likelihood is not finite.
@@ -153,7 +153,7 @@ def likelihoods(
     return [results[number] for number in range(len(pairs))]
 
 
-#: Contexts of the same length, each with the indices of its pairs.
+#: A batch of contexts with the same length, each with the indices of the pairs that contain it.
 _Batch = list[tuple[tuple[int, ...], list[int]]]
 
 
@@ -164,7 +164,7 @@ def _batches(pairs: Sequence[TokenPair], limit: int, batch_size: int) -> Iterato
     for number, pair in enumerate(pairs):
         assert pair.context
         assert 0 < len(pair.continuation) <= limit
-        # The last token is only predicted, so it does not need a position.
+        # The last token is only predicted and is not an input, so it does not take a position.
         room = limit + 1 - len(pair.continuation)
         by_context.setdefault(pair.context[-room:], []).append(number)
     batch: _Batch = []
@@ -179,22 +179,23 @@ def _batches(pairs: Sequence[TokenPair], limit: int, batch_size: int) -> Iterato
 
 
 def _score(model: Model, pairs: Sequence[TokenPair], batch: _Batch) -> dict[int, Likelihood]:
-    """Return the likelihoods of a batch's pairs, keyed by the index of each pair."""
+    """Return the likelihoods of the pairs in a batch, keyed by the index of each pair."""
     parameter = next(model.parameters())
     device = parameter.device
     numbers = [number for _, others in batch for number in others]
     context_of = [row for row, (_, others) in enumerate(batch) for _ in others]
     contexts = torch.tensor([context for context, _ in batch], device=device)
     targets, valid = _padded([pairs[number].continuation for number in numbers], device)
-    # Add all but the last token of each context to the cache once. The last token predicts the
-    # first token of each continuation, so it is processed together with the continuations.
+    # First, fill the cache by processing each context without its last token. The last token
+    # predicts the first token of each continuation, so it is processed together with the
+    # continuations.
     before, last = contexts[:, :-1], contexts[context_of, -1:]
     shared, longest = before.shape[1], targets.shape[1]
     cache = model.make_cache(len(numbers), shared + longest, parameter.dtype)
     if shared:
         once = model.make_cache(len(batch), shared, parameter.dtype)
-        # Some position embeddings depend on the length of the text. Both passes must use those of
-        # the full texts.
+        # Some position embeddings depend on the length of the sequence. In both passes, use those
+        # of the full sequence.
         cache.least_length = once.least_length = shared + longest
         model(before, cache=once, logits_to_keep=1)
         cache.begin_with(once, torch.tensor(context_of, device=device))
@@ -221,14 +222,14 @@ def _padded(rows: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor
     return torch.tensor(ids, device=device), torch.arange(longest, device=device) < lengths[:, None]
 
 
-#: Function that is called with the number of scored texts and the total number. It may raise an
-#: error.
+#: Function that is called with the number of scored texts and the total number of texts. It may
+#: raise an error.
 Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True)
 class Metric:
-    """A metric computed over a task's items.
+    """A metric computed over the items of a task.
 
     Attributes:
         value: value of the metric.
@@ -241,14 +242,15 @@ class Metric:
 
 @dataclass(frozen=True)
 class TaskResult:
-    """Results of a model on a task.
+    """The results of a model on a task.
 
     Attributes:
         task: name of the task.
         metrics: metrics, keyed by name, such as `acc`.
         items: number of scored items, or None for a task group.
         chat_template: True if the items were rendered with the model's chat template.
-        item_scores: score of each item, keyed by metric, for metrics that have one number per item.
+        item_scores: scores of the individual items, keyed by metric, for metrics that have one
+            number per item.
     """
 
     task: str
@@ -260,7 +262,7 @@ class TaskResult:
     )
 
     def __str__(self) -> str:
-        """Return the results as text, such as `hellaswag: acc 0.27 ± 0.01, acc_norm 0.26 ±
+        """Return the results as a string, such as `hellaswag: acc 0.27 ± 0.01, acc_norm 0.26 ±
         0.01`.
         """
         shown = (f"{n} {with_error(m.value, m.stderr)}" for n, m in self.metrics.items())
@@ -277,14 +279,14 @@ class TaskResult:
 
 
 class Task(Protocol):
-    """A task that is ready to be scored, with items that have been loaded and checked against the
-    model.
+    """A task that is ready to be scored: its items have been loaded and checked for compatibility
+    with the model.
     """
 
     def evaluate(
         self, loaded: LoadedModel, *, batch_size: int, on_texts: Progress | None = None
     ) -> list[TaskResult]:
-        """Score a model. A task group returns several results.
+        """Score a model. Return one result for a task, and several for a task group.
 
         Args:
             loaded: a model with the tokenizer and context length for which the task was prepared.
@@ -321,27 +323,27 @@ def sampled_rows(total: int, count: int, seed: int) -> list[int]:
 
 
 def mean_loss(rows: Sequence[RowLoss]) -> float:
-    """Return the mean loss in nats per token, which is the sum of the rows' losses divided by their
-    total number of tokens. There must be at least one token.
+    """Return the mean loss in nats per token, which is the sum of the losses of all rows divided by
+    their total number of tokens. There must be at least one token.
     """
     return math.fsum(row.loss for row in rows) / sum(row.tokens for row in rows)
 
 
 def standard_error(rows: Sequence[RowLoss], total_rows: float) -> float:
-    """Return the standard error of a sample's `mean_loss`, which is an estimate of the mean loss of
+    """Return the standard error of the `mean_loss` of a sample as an estimate of the mean loss of
     all rows.
 
-    The mean is a ratio of two sums, because the number of tokens varies between rows. The result is
-    the square root of the linearised variance of the ratio estimator for a simple random sample
-    without replacement, with the finite-population correction (Cochran, Sampling Techniques, 1977,
-    section 2.11):
+    The mean loss is a ratio of two sums, because rows have different numbers of tokens. The
+    standard error is the square root of the linearised variance of this ratio estimator for a
+    simple random sample without replacement, with finite-population correction (Cochran, Sampling
+    Techniques, 1977, section 2.11):
 
         (1 - n/N) / n * sum((loss_i - mean * tokens_i)^2) / (n - 1) / (tokens/n)^2
 
     Args:
         rows: the sample of n rows, at least two.
-        total_rows: N, the number of rows from which the sample was drawn; infinity for the error
-            over all texts of the same kind.
+        total_rows: N, the number of rows from which the sample was drawn; infinity to estimate the
+            error for an unlimited amount of similar text.
     """
     n = len(rows)
     assert 2 <= n <= total_rows
@@ -352,9 +354,9 @@ def standard_error(rows: Sequence[RowLoss], total_rows: float) -> float:
 
 
 def mean_and_error(values: Sequence[float]) -> tuple[float, float | None]:
-    """Return the mean of equally weighted values and its standard error. The standard error is the
-    sample standard deviation divided by the square root of the number of values, or None for a
-    single value.
+    """Return the mean of equally weighted values, and its standard error. The latter is the sample
+    standard deviation divided by the square root of the number of values, or None for a single
+    value.
     """
     n = len(values)
     mean = math.fsum(values) / n
@@ -365,9 +367,9 @@ def mean_and_error(values: Sequence[float]) -> tuple[float, float | None]:
 
 
 def with_error(value: float, error: float | None) -> str:
-    """Format a value with its error, as in `3.214 ± 0.012`. The error has two significant digits,
-    and the value has the same number of decimal places. Without an error, the value has four
-    decimal places.
+    """Format a value and its standard error, as in `3.214 ± 0.012`. The error is shown with two
+    significant digits, and the value with the same number of decimal places. Without an error, the
+    value is shown with four decimal places.
     """
     if error is None:
         return f"{value:.4f}"

@@ -1,11 +1,12 @@
 """Load evaluation tasks by name (`hellaswag`, `hellaswag,FILE.jsonl`, `lm-eval:NAME,...`), and
 score a model on them.
 
-HellaSwag (Zellers et al. 2019) is implemented in this module, which reads its items and determines
-a model's choice among the endings of each item. All other tasks are part of lm-evaluation-harness
+HellaSwag (Zellers et al. 2019) is implemented in this module, which reads the items and determines
+which of the endings of an item a model chooses. All other tasks are part of lm-evaluation-harness
 (Gao et al. 2024), which reads the items, formats the prompts and computes the metrics. For these
-tasks, the module implements the harness's model interface, which computes log-likelihoods of texts
-and generates continuations. Texts are encoded as in the harness's transformers backend (`HFLM`).
+tasks, this module implements the harness's interface for models, which computes log-likelihoods and
+generates continuations. Text is encoded in the same way as in the harness's transformers backend
+(`HFLM`).
 """
 
 from __future__ import annotations
@@ -58,8 +59,8 @@ HARNESS = "lm-eval:"
 
 @dataclass(frozen=True)
 class HellaSwag:
-    """HellaSwag task, which implements `scores.Task`. Its items are encoded for a model by
-    `encode_items`.
+    """The HellaSwag task, which implements `scores.Task`. `encode_items` encodes its items for a
+    model.
     """
 
     items: Sequence[Item]
@@ -68,7 +69,7 @@ class HellaSwag:
     def evaluate(
         self, loaded: LoadedModel, *, batch_size: int, on_texts: Progress | None = None
     ) -> list[TaskResult]:
-        """Return the metrics `acc` and `acc_norm`; see `scores.Task.evaluate`."""
+        """Score a model, like `scores.Task.evaluate`. The metrics are `acc` and `acc_norm`."""
         answers = answer_items(
             loaded.model, self.items, self.pairs, batch_size=batch_size, on_pairs=on_texts
         )
@@ -87,21 +88,20 @@ def ready_tasks(
     """Load tasks by name and check that they are ready to be scored.
 
     Args:
-        tasks: names of the form `hellaswag`, `hellaswag,FILE.jsonl` or `lm-eval:NAME,...`.
-            `hellaswag` without a file loads its data from the Hugging Face hub.
-        loaded: a model with the same context length and tokenizer as the models that will be
+        tasks: names of the form `hellaswag`, `hellaswag,FILE.jsonl` or `lm-eval:NAME,...`. For
+            `hellaswag` without a file, the data is loaded from the Hugging Face hub.
+        loaded: a model with the same context length and tokenizer as all models that will be
             scored.
         items: number of items per task, taken from the beginning; None means all items.
         task_folder: folder with additional tasks for lm-evaluation-harness.
-        chat_template: True to render the items with the model's chat template; None to follow
-            `apply_chat_template` in the task's metadata. Without this entry, the template is not
-            used.
+        chat_template: True to render the items with the model's chat template; None to use the
+            template only if `apply_chat_template` is set in the metadata of the task.
 
     Raises:
         ConfigError: a name is unknown or repeated, `items` is less than 1, or `chat_template` is
             True and the model or a task does not support it.
-        InputError: a file is missing, a line of the file is not an item, or data can't be read. The
-            message names the line.
+        InputError: a file is missing, a line of a file is not an item (the message names the line),
+            or data can't be read.
         MissingDependencyError: lm-evaluation-harness is not installed.
         ModelError: the model has no tokenizer.
     """
@@ -174,16 +174,16 @@ def evaluate_tasks(
     """Score a model on tasks, in fp32.
 
     Args:
-        checkpoint: a folder or hub id as in `firstlight.load`, or a model returned by that
+        checkpoint: a folder or hub id, as for `firstlight.load`, or a model returned by that
             function.
-        tasks: see `ready_tasks`; a single string is one task.
+        tasks: names of the tasks (see `ready_tasks`); a single string is also accepted.
         items: number of items per task; see `ready_tasks`.
         task_folder: folder with additional tasks; see `ready_tasks`.
         batch_size: number of texts per forward pass, which affects only the speed.
         device: "auto", "cpu", "cuda", ...; a model that is already loaded stays on its device.
         chat_template: see `ready_tasks`.
-        on_texts: called after each batch with the number of scored texts of the current task and
-            the total number.
+        on_texts: function that is called after each batch with the number of scored texts and the
+            total number of texts in the current task.
 
     Returns:
         The results, in the order of the tasks.
@@ -210,16 +210,16 @@ def evaluate_tasks(
 HUB_ID = "Rowan/hellaswag"
 #: Maximum size of a file in bytes. The largest HellaSwag file, the training split, is 48 MB.
 _MAX_BYTES = 1 << 30
-#: Maximum bytes per line and maximum number of endings of an item. HellaSwag items have up to 3 KB
-#: of text and 4 endings.
+#: Maximum size of a line in bytes, and maximum number of endings per item. HellaSwag items have up
+#: to 3 KB of text and 4 endings.
 _MAX_LINE_BYTES, _MAX_ENDINGS = 1 << 16, 100
 
 
 def read_hellaswag(path: Path, limit: int | None = None) -> list[Item]:
     """Read the items of a JSON Lines file.
 
-    Each line is an object with `endings`, `label`, and the context, either as `ctx` or as `ctx_a`
-    and `ctx_b`, as in the original dataset. `activity_label` is optional.
+    As in the original dataset, each line is an object with `endings`, `label`, and the context
+    either as `ctx` or as `ctx_a` and `ctx_b`. `activity_label` is optional.
 
     Args:
         path: the file. Empty lines are skipped.
@@ -268,7 +268,8 @@ def hub_hellaswag(limit: int | None = None) -> list[Item]:
             rows = rows.select(range(min(limit, len(rows))))  # type: ignore[attr-defined, arg-type]
         return [item_of(row) for row in rows]
     except Exception as error:
-        # `datasets` raises errors of its own, of its HTTP library and of the file system.
+        # `datasets` raises its own exceptions as well as those of its HTTP library and of the file
+        # system.
         raise InputError(
             f"{HUB_ID} could not be loaded from the hub ({type(error).__name__}: "
             f"{str(error)[:200]}): use a local file with --tasks hellaswag,FILE.jsonl"
@@ -278,8 +279,9 @@ def hub_hellaswag(limit: int | None = None) -> list[Item]:
 def item_of(row: Any) -> Item:
     """Format an item in the same way as lm-evaluation-harness (`tasks/hellaswag/utils.py`).
 
-    The context is `activity_label: ctx_a Ctx_b`, with the second part capitalized. If a row has
-    only `ctx`, the context is `activity_label: ctx`, or just `ctx` without an `activity_label`.
+    The context is `activity_label: ctx_a Ctx_b`, with the first letter of `ctx_b` capitalized. If
+    an item has only `ctx`, the context is `activity_label: ctx`. If it has no `activity_label`, the
+    context is just `ctx`.
 
     Raises:
         ValueError: a field is missing or has the wrong type. The message names the field.
@@ -304,12 +306,12 @@ def item_of(row: Any) -> Item:
 
 
 def cleaned(text: str) -> str:
-    """Remove the bracketed markup of WikiHow articles from a text, in the same way as `preprocess`
-    in lm-evaluation-harness.
+    """Remove the bracketed markup of WikiHow articles from a string, in the same way as
+    `preprocess` in lm-evaluation-harness.
     """
     text = text.strip().replace(" [title]", ". ")
-    # Search only up to the last "]" of a line. After it, each "[" would start a search to the end
-    # of the line, which would take quadratic time in total.
+    # Search only up to the last "]" of each line. Any "[" after that would start a search to the
+    # end of the line, and all of these searches together would take quadratic time.
     parts = (line.rpartition("]") for line in text.split("\n"))
     lines = (re.sub(r"\[.*?\]", "", head + end) + tail for head, end, tail in parts)
     return "\n".join(lines).replace("  ", " ")
@@ -323,7 +325,7 @@ def _text(row: Mapping[str, Any], name: str) -> str:
 
 
 def _is_unicode(text: str) -> bool:
-    """Return True if a text does not contain lone surrogates, which JSON can represent as escape
+    """Return True if a string does not contain lone surrogates, which may occur in JSON as escape
     sequences.
     """
     return not any("\ud800" <= c <= "\udfff" for c in text)
@@ -340,11 +342,11 @@ def _label(value: Any, count: int) -> int:
 
 @dataclass(frozen=True)
 class Item:
-    """A context with several endings, one of which is correct.
+    """A context with several possible endings, one of which is correct.
 
     Attributes:
-        context: the text to continue, which is not empty.
-        choices: the endings, none of which is empty, without a leading space.
+        context: the text before the ending, which is not empty.
+        choices: the endings, without a leading space. None of them is empty.
         gold: index of the correct ending.
     """
 
@@ -358,7 +360,7 @@ class Answer:
     """A model's answer to an item.
 
     Attributes:
-        logprobs: log-probability of each ending after the context, in nats.
+        logprobs: log-probability of each ending given the context, in nats.
         acc: True if the correct ending has the highest log-probability.
         acc_norm: True if the correct ending has the highest log-probability per character.
     """
@@ -378,11 +380,11 @@ def encode_items(
         items: the items.
         tokenizer: the model's tokenizer.
         context_tokens: context length of the model in tokens.
-        where: name of the source of the items, for error messages.
+        where: name of the file or dataset with the items, for error messages.
 
     Raises:
-        InputError: an ending is longer than the model's context, or does not add any tokens to the
-            item's context.
+        InputError: an ending is longer than the model's context length, or does not add any tokens
+            to the context of its item.
     """
     pairs: list[TokenPair] = []
     for number, item in enumerate(items, start=1):
@@ -426,8 +428,8 @@ def answer_items(
 
 def _answer(item: Item, logprobs: tuple[float, ...]) -> Answer:
     """Compare the model's choice with the correct ending. The choice is the ending with the highest
-    log-probability. If several are equal, the first of them is chosen, as in numpy's argmax. For
-    acc_norm, log-probabilities are divided by the number of characters, as in
+    log-probability, or the first of them if several are equal, as in numpy's argmax. For acc_norm,
+    log-probabilities are first divided by the number of characters in the ending, as in
     lm-evaluation-harness.
     """
     per_character = [p / len(c) for p, c in zip(logprobs, item.choices, strict=True)]
@@ -439,7 +441,7 @@ def _answer(item: Item, logprobs: tuple[float, ...]) -> Answer:
 
 
 def item_scores(answers: Sequence[Answer]) -> dict[str, list[float]]:
-    """Return `acc` and `acc_norm` of each answer: 1 if it is correct, otherwise 0."""
+    """Return `acc` and `acc_norm` for each answer: 1 if the answer is correct, otherwise 0."""
     return {
         "acc": [float(answer.acc) for answer in answers],
         "acc_norm": [float(answer.acc_norm) for answer in answers],
@@ -447,23 +449,25 @@ def item_scores(answers: Sequence[Answer]) -> dict[str, list[float]]:
 
 
 def accuracies(answers: Sequence[Answer]) -> dict[str, Metric]:
-    """Return the metrics `acc` and `acc_norm`, which are fractions of correctly answered items."""
+    """Return the metrics `acc` and `acc_norm`, each of which is a fraction of correctly answered
+    items.
+    """
     return {name: Metric(*mean_and_error(scores)) for name, scores in item_scores(answers).items()}
 
 
 # The tasks of lm-evaluation-harness
 
-#: Default seeds of `lm_eval.simple_evaluate`. The first is used for Python's random, and the second
-#: for numpy, torch and few-shot examples.
+#: Default seeds of `lm_eval.simple_evaluate`. The first is used for Python's `random` module, and
+#: the second for numpy, torch and few-shot examples.
 _RANDOM_SEED, _OTHER_SEED = 0, 1234
-#: Number of bootstrap samples for standard errors that have no formula. The harness's default of
-#: 100,000 takes minutes.
+#: Number of bootstrap samples for standard errors that can't be computed with a formula. The
+#: harness's default of 100,000 takes several minutes.
 _BOOTSTRAP_ITERATIONS = 1_000
 
 
 @dataclass(frozen=True)
 class HarnessTasks:
-    """Tasks loaded by the harness. Implements `scores.Task`.
+    """Tasks loaded by lm-evaluation-harness. Implements `scores.Task`.
 
     Attributes:
         loaded_tasks: result of the harness's `TaskManager.load`.
@@ -478,15 +482,15 @@ class HarnessTasks:
     def evaluate(
         self, loaded: LoadedModel, *, batch_size: int, on_texts: Progress | None = None
     ) -> list[TaskResult]:
-        """Return all metrics of all tasks and groups, with the names used by the harness; see
-        `scores.Task.evaluate`. Metrics computed with a filter other than "none" are named
-        `METRIC,FILTER`.
+        """Score a model, like `scores.Task.evaluate`. Return all metrics of all tasks and groups
+        under the names used by the harness. Metrics computed with a filter other than "none" are
+        named `METRIC,FILTER`.
         """
         import lm_eval
 
         with _by_itself():
-            # simple_evaluate is not used, because it would also collect information about the
-            # machine, which takes seconds.
+            # Do not use simple_evaluate, because it also collects information about the machine,
+            # which takes several seconds.
             found = lm_eval.evaluate(
                 harness_model(loaded, batch_size, on_texts, chats=bool(self.chat_tasks)),
                 self.loaded_tasks,
@@ -494,7 +498,7 @@ class HarnessTasks:
                 bootstrap_iters=_BOOTSTRAP_ITERATIONS,
                 log_samples=True,  # for the scores of the items
                 apply_chat_template=bool(self.chat_tasks),
-                # The harness's command line also sets this if a template is applied.
+                # The harness's command line also sets this option when a chat template is applied.
                 fewshot_as_multiturn=bool(self.chat_tasks),
             )
         assert found is not None
@@ -512,8 +516,9 @@ class HarnessTasks:
 
 
 def _with_chat_template(harness: HarnessTasks, wanted: bool | None) -> HarnessTasks:
-    """Enable the chat template for some or all of the tasks (see `ready_tasks`), and show a message
-    that names them. Return the tasks.
+    """Decide which tasks use the chat template (see `ready_tasks`), and show messages that list the
+    tasks with and without it. Return a copy of `harness` in which the template is enabled for the
+    former.
     """
     applied = set()
     for name, task in harness.loaded_tasks["tasks"].items():
@@ -551,14 +556,14 @@ def ready_harness(
         names: names of tasks, groups or tags.
         items: number of items per task, taken from the beginning; None means all items.
         task_folder: folder with additional tasks in the harness's YAML format. If the folder
-            contains all tasks in `names`, the harness's own tasks are not indexed, because that
-            takes seconds. The harness runs any Python code in the folder.
+            contains all tasks in `names`, the harness's own tasks are not indexed, which saves
+            several seconds. The harness runs any Python code in the folder.
 
     Raises:
         MissingDependencyError: the harness is not installed.
         ConfigError: a name is unknown, or `task_folder` does not exist.
-        InputError: a task or its data can't be loaded, or a task is not supported because it runs
-            generated code or is multimodal.
+        InputError: a task or its data can't be loaded, or a task is not supported because it is
+            multimodal or runs generated code.
     """
     try:
         from lm_eval.tasks import TaskManager
@@ -581,7 +586,7 @@ def ready_harness(
         try:
             found = manager.load(list(names))
         except Exception as error:
-            # The files of a task and the library that loads its data can raise any error.
+            # The files of a task and the library that loads its data can raise any exception.
             raise InputError(
                 f"lm-eval:{','.join(names)} can't be loaded: {type(error).__name__}: "
                 f"{str(error)[:300]}"
@@ -592,7 +597,7 @@ def ready_harness(
                 f"task lm-eval:{name} runs generated code or is multimodal, which is not "
                 "supported: remove it from the tasks"
             )
-        # Apply the defaults of simple_evaluate, because it is not called.
+        # Apply the defaults of simple_evaluate, which is not called.
         if task.get_config("num_fewshot") is None:
             task.set_config(key="num_fewshot", value=0)
         task.set_fewshot_seed(seed=_OTHER_SEED)
@@ -601,7 +606,7 @@ def ready_harness(
 
 def _metrics(figures: Mapping[str, Any]) -> dict[str, Metric]:
     """Convert results of the harness, such as `{"acc,none": ..., "acc_stderr,none": ...}`, to
-    metrics keyed by name. Values that are not finite are omitted.
+    metrics keyed by name. Non-finite values are omitted.
     """
     found: dict[str, Metric] = {}
     for key, value in figures.items():
@@ -615,8 +620,8 @@ def _metrics(figures: Mapping[str, Any]) -> dict[str, Metric]:
 
 
 def _item_scores(samples: Iterable[Mapping[str, Any]]) -> dict[str, list[float]]:
-    """Return the scores of each item, in the order of the items, keyed by the name that `_metrics`
-    uses. Values that are not numbers, such as pairs for a perplexity, are omitted.
+    """Return the scores of the individual items, in order, keyed by the same metric names as in
+    `_metrics`. Values that are not numbers, such as the pairs for a perplexity, are omitted.
     """
     found: dict[str, list[float]] = {}
     for sample in sorted(samples, key=lambda sample: sample["doc_id"]):
@@ -634,13 +639,14 @@ def _is_finite(value: Any) -> bool:
 
 @contextlib.contextmanager
 def _by_itself() -> Iterator[None]:
-    """Isolate lm-evaluation-harness: seed the random generators with its default seeds, redirect
-    its output to stderr, and prevent it from starting processes. On exit, restore the random states
-    of Python, numpy and torch.
+    """Isolate lm-evaluation-harness during the `with` block: seed the random generators with its
+    default seeds, redirect its output to stderr, and prevent it from starting processes. On exit,
+    restore the random states of Python, numpy and torch.
     """
     states = random.getstate(), np.random.get_state()
     before = os.environ.get("DISABLE_MULTIPROC")
-    # The harness's bootstrap would fork this process, which is unsafe if it has several threads.
+    # The harness's bootstrap would fork this process, which is unsafe for a process with several
+    # threads.
     os.environ["DISABLE_MULTIPROC"] = "1"
     try:
         with torch.random.fork_rng(), contextlib.redirect_stdout(sys.stderr):
@@ -657,14 +663,16 @@ def _by_itself() -> Iterator[None]:
             os.environ["DISABLE_MULTIPROC"] = before
 
 
-#: Default limit of the harness on new tokens, used for tasks that do not set a limit.
+#: The harness's default limit on the number of new tokens, for tasks that do not set a limit.
 _MAX_NEW_TOKENS = 256
 _TOKEN_LIMITS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
 _SAMPLING = {"top_k", "top_p", "min_p", "repetition_penalty"}
 
 
 class _HarnessMethods:
-    """Methods of the harness's interface `lm_eval.api.model.LM`, where they are documented."""
+    """Implementation of the harness's interface `lm_eval.api.model.LM`, which documents the
+    methods.
+    """
 
     def __init__(self, loaded: LoadedModel, batch_size: int, on_texts: Progress | None) -> None:
         super().__init__()
@@ -690,9 +698,9 @@ class _HarnessMethods:
     def tok_encode(
         self, string: str, add_special_tokens: bool | None = None, **_: Any
     ) -> list[int]:
-        """Return the token ids of a text. A BOS token is prepended if the model expects one and the
-        text does not begin with it. As in the harness, the names of special tokens in the text are
-        encoded as special tokens.
+        """Return the token ids of a string. A BOS token is prepended if the model expects one and
+        the string does not begin with it. As in the harness, the names of special tokens in the
+        string are encoded as special tokens.
         """
         tokenizer = self._tokenizer
         ids = tokenizer.encode(string, special_tokens=True)
@@ -711,7 +719,7 @@ class _HarnessMethods:
         try:
             return render(chat_history) + begun
         except InputError:
-            # Some templates reject system messages, so omit them, as the harness does.
+            # Some templates reject system messages. As in the harness, omit them in that case.
             _say_once(
                 "note: the chat template rejects system messages, so the task's system message is "
                 "omitted"
@@ -750,8 +758,8 @@ class _HarnessMethods:
         )
 
     def _windows(self, ids: list[int]) -> list[TokenPair]:
-        """Split a text into windows of the model's context length, so that each token is predicted
-        once.
+        """Split a sequence of tokens into windows of at most the model's context length, so that
+        each token is predicted exactly once.
         """
         from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
@@ -775,15 +783,15 @@ class _HarnessMethods:
                 done += 1
                 if self._on_texts is not None:
                     self._on_texts(done, len(texts))
-        # As in the harness, new tokens are decoded without the prompt, so the space before the
-        # first word is dropped.
+        # As in the harness, decode the new tokens without the prompt, which drops the space before
+        # the first word.
         return [
             before_stops(self._tokenizer.decode(text.token_ids), text.config.stop) for text in texts
         ]
 
     def _text_of(self, context: str, options: Mapping[str, Any], *, number: int) -> Continuation:
-        """Return the prompt of a request with its sampling settings. The prompt is truncated from
-        the left if it does not fit into the model's context together with the new tokens.
+        """Return (prompt of a request, sampling settings). If the prompt and the new tokens do not
+        fit into the model's context, the prompt is truncated from the left.
         """
         config = sampling_of(options, number)
         room = self._limit - config.max_new_tokens
@@ -804,8 +812,9 @@ def harness_model(
     Args:
         loaded: a model with a tokenizer.
         batch_size: number of texts per forward pass.
-        on_texts: called after each batch with the number of completed texts and the total number.
-        chats: True to end answers also at the token that ends a turn in the chat template.
+        on_texts: function that is called after each batch with the number of completed texts and
+            the total number of texts.
+        chats: True to also end answers at the token that ends a turn in the chat template.
 
     Raises:
         ModelError: the model has no tokenizer.
@@ -815,8 +824,8 @@ def harness_model(
     from lm_eval.api.model import TemplateLM
 
     class FirstlightLM(_HarnessMethods, TemplateLM):  # type: ignore[misc]
-        """Model interface of the harness; see `_HarnessMethods`. The class is defined inside the
-        function, because its base class belongs to an optional package.
+        """A model for the harness, whose methods are those of `_HarnessMethods`. The class is
+        defined inside the function because its base class belongs to an optional package.
         """
 
     return FirstlightLM(loaded, batch_size, on_texts)
@@ -827,7 +836,7 @@ def sampling_of(options: Mapping[str, Any], number: int) -> SamplingConfig:
 
     Args:
         options: options of the request.
-        number: number of the request, which is used as the seed for sampling.
+        number: index of the request, which is used as the seed for sampling.
 
     Raises:
         ConfigError: an option is unknown or out of range.
@@ -852,7 +861,7 @@ def sampling_of(options: Mapping[str, Any], number: int) -> SamplingConfig:
 
 
 def before_stops(text: str, stops: Sequence[str]) -> str:
-    """Return the part of a text before the first occurrence of any stop text."""
+    """Return the part of a string before the first occurrence of any stop string."""
     for stop in stops:
         text = text.partition(stop)[0]
     return text

@@ -1,1 +1,1 @@
-"""Write files and folders atomically. Other packages write to the disk only through this one."""
+"""Write files and folders atomically. All other packages write to the disk through this package."""

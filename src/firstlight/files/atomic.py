@@ -1,8 +1,8 @@
 """Write files and folders atomically, and read complete files and JSON.
 
-A file or folder is written under a temporary name in the folder of its final path, synced, and then
+A file or folder is written under a temporary name in its final parent folder, synced and then
 renamed, so readers never see an incomplete file under the final name. Temporary files are removed
-after a failure. All writing goes through the `disk` object in disk.py.
+after a failure. All writes go through the `disk` object in disk.py.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ _TEMPORARY_PREFIX = ".tmp-"
 #: Block size for copying, in bytes.
 _COPIED_BYTES = 1 << 20
 
-#: Maximum size of a JSON file in bytes; the largest known files, which are tensor indexes, are 10
-#: MB.
+#: Maximum size of a JSON file in bytes. The largest known files are tensor indexes of 10 MB.
 MAX_JSON_BYTES = 1 << 24
-#: Maximum number of lists and objects in a JSON file. Each takes about 25 times as many bytes in
-#: memory as in the file. The largest tokenizers, whose merges are lists, contain 600,000.
+#: Maximum number of lists and objects in a JSON file. Each of them takes about 25 times as many
+#: bytes in memory as in the file. The largest tokenizers store merges as lists and contain 600,000
+#: of them.
 _MAX_JSON_VALUES = 1_000_000
 
 
@@ -43,7 +43,7 @@ def storage_errors(path: Path) -> Iterator[None]:
     """Convert an `OSError` in the `with` block to a `StorageError` with a readable message.
 
     Args:
-        path: the path that is being written. The message names it if the error itself does not
+        path: the path that is being written. It is used in the message if the error does not
             include a path, for example when the disk is full.
     """
     try:
@@ -55,14 +55,15 @@ def storage_errors(path: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[OutputFile]:
-    """Yield a file that replaces `path` atomically if the `with` block ends without an error.
+    """Open a temporary file that replaces `path` atomically if the `with` block ends without an
+    error.
 
     Raises:
-        StorageError: a file system error occurred, or `path` exists and is not a regular file.
-            `path` is unchanged.
+        StorageError: a file system error occurred, or `path` exists and is not a regular file. In
+            both cases, `path` is unchanged.
     """
     with storage_errors(path):
-        # Replacing a device such as /dev/null would break other programs.
+        # Never replace a device such as /dev/null, because this would break other programs.
         if path.exists() and not path.is_file():
             raise StorageError(
                 f"{path} is not a regular file and can't be replaced: choose another name"
@@ -100,7 +101,7 @@ def json_text(value: Any) -> str:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write `value` as indented JSON, atomically. Raise an error for NaN and infinity."""
+    """Write `value` as indented JSON, atomically. Raise a ValueError for NaN and infinity."""
     write_file(path, json_text(value))
 
 
@@ -108,7 +109,8 @@ def write_json(path: Path, value: Any) -> None:
 def new_folder(
     path: Path, *, replace: bool = False, aside: Path | None = None, synced: bool = False
 ) -> Iterator[Path]:
-    """Yield an empty temporary folder that becomes `path` if the block ends without an error.
+    """Create an empty temporary folder that becomes `path` if the `with` block ends without an
+    error.
 
     Every file in the temporary folder is synced before the folder is renamed. If the block raises
     an error, the temporary folder is removed and `path` is not created. Leftovers of a killed
@@ -116,9 +118,9 @@ def new_folder(
 
     Args:
         path: the folder's final path, which must not exist or must be an empty folder.
-        replace: True to allow `path` to be a non-empty folder, which is kept until the new one is
-            complete.
-        aside: new path for the old folder at `path`; None deletes the old folder.
+        replace: True to allow `path` to be a non-empty folder. The old folder is kept until the new
+            one is complete.
+        aside: path to which an old folder at `path` is renamed; None deletes it.
         synced: True if the caller syncs all files itself, as `OutputFile` does.
 
     Raises:
@@ -126,10 +128,10 @@ def new_folder(
             the current folder.
     """
     with storage_errors(path):
-        # If `path` is a link to a folder, the link is kept and its target is replaced.
+        # If `path` is a symbolic link to a folder, keep the link and replace its target.
         path = Path(os.path.realpath(path))
-        # A mount point can't be replaced. If the current folder were replaced, the user's shell
-        # would remain in the old one.
+        # A mount point can't be replaced. The current folder must not be replaced either, because
+        # the user's shell would remain in the old folder.
         if os.path.ismount(path):
             raise StorageError(f"{path} is a mount point: choose a folder inside it")
         if path.is_dir() and os.path.samefile(path, os.curdir):
@@ -157,10 +159,10 @@ def new_folder(
 
 @contextlib.contextmanager
 def _locked(folder: Path) -> Iterator[bool]:
-    """Hold a folder's lock during the `with` block. Yield False if the lock is not available.
+    """Hold a lock on a folder during the `with` block. Yield False if the lock is not available.
 
-    The lock is released when the process ends. On a file system without locks, no process gets a
-    lock, so no folder is considered abandoned.
+    The lock is released when the process ends. On a file system that does not support locks, the
+    lock is never available, so no folder is considered abandoned.
     """
     descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
     try:
@@ -180,7 +182,7 @@ def _remove_abandoned(path: Path) -> None:
     for folder in path.parent.glob(f"{_TEMPORARY_PREFIX}*"):
         with contextlib.suppress(OSError):
             if name.fullmatch(folder.name) is None:
-                continue  # This temporary folder belongs to another path, such as NAME-2.
+                continue  # This temporary folder is for a different path, such as NAME-2.
             # Keep an empty folder: another process may have just created it and not locked it yet.
             if any(folder.iterdir()):
                 with _locked(folder) as abandoned:
@@ -200,11 +202,11 @@ def _sync_tree(folder: Path, *, files: bool) -> None:
 
 
 def _swap(new: Path, path: Path, aside: Path | None) -> None:
-    """Rename the folder `new` to `path`. Rename the old folder to `aside`, or delete it if `aside`
-    is None.
+    """Replace the folder `path` with the folder `new`. Rename the old folder to `aside`, or delete
+    it if `aside` is None.
     """
-    # Use a name that `_remove_abandoned` does not match: if the process is killed between the two
-    # renames, this is the only complete folder.
+    # Use a name that `_remove_abandoned` does not match, because this is the only complete folder
+    # if the process is killed between the two renames.
     old = _temporary_name(path.with_name(f"{path.name}-aside")) if aside is None else aside
     seam.disk.rename(path, old)
     try:
@@ -213,14 +215,15 @@ def _swap(new: Path, path: Path, aside: Path | None) -> None:
         seam.disk.rename(old, path)
         raise
     if aside is None:
-        # Sync before deleting, because after a power failure the deletions could otherwise survive
-        # while the renames are lost.
+        # Sync before deleting. Otherwise, a power failure could undo the renames but not the
+        # deletions.
         seam.disk.sync_folder(path.parent)
         _remove(old)
 
 
 def make_folder(path: Path) -> None:
-    """Create a folder and its parents, if they do not exist, and sync their entries to the disk.
+    """Create a folder and its parents if they do not exist, and sync the new folder entries to the
+    disk.
 
     Raises:
         StorageError: a file system error.
@@ -236,8 +239,8 @@ def make_folder(path: Path) -> None:
 
 
 def remove_folder(path: Path) -> None:
-    """Delete a folder atomically, even if the power fails: rename it to a temporary name first,
-    then delete its files.
+    """Delete a folder atomically, even in case of a power failure: first rename it to a temporary
+    name, then delete its files.
 
     Raises:
         StorageError: a file system error.
@@ -285,9 +288,9 @@ def set_aside(path: Path) -> Path:
     """Preserve a damaged file as NAME.damaged (or NAME.damaged-2 and so on if that name is taken)
     before it is replaced. Return the new path.
 
-    The new path is a hard link, so the file also remains at the old path until it is replaced. If
-    the process is killed before that, the readable part of the file is not lost. If a hard link is
-    not possible (`path` is not a file, or the file system does not support links), the file is
+    The new path is a hard link, so the file also remains at the old path until it is replaced. Its
+    readable part is therefore not lost if the process is killed before then. If a hard link can't
+    be created (`path` is not a file, or the file system does not support links), the file is
     renamed.
 
     Raises:
@@ -309,14 +312,16 @@ def set_aside(path: Path) -> Path:
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Delete temporary files and folders that killed processes left directly inside `folder`."""
+    """Delete temporary files and folders in `folder` (but not in its subfolders) that killed
+    processes left behind.
+    """
     for path in sorted(folder.glob(f"{_TEMPORARY_PREFIX}*")):
         _remove(path)
 
 
 def _remove(path: Path) -> None:
-    """Delete a file, or a folder with its contents. Errors are ignored: remaining files have a
-    temporary name, so the next `remove_leftovers` deletes them.
+    """Delete a file, or a folder with its contents. Errors are ignored, because anything that
+    remains has a temporary name and will be deleted by the next call to `remove_leftovers`.
     """
     with contextlib.suppress(OSError):
         if path.is_symlink() or not path.is_dir():
@@ -328,7 +333,7 @@ def _remove(path: Path) -> None:
 
 
 def require_writable(folder: Path) -> None:
-    """Raise an error if no file can be created in an existing folder.
+    """Raise an error if files can't be created in an existing folder.
 
     Raises:
         StorageError: a file could not be created; the message names `folder`.
@@ -344,7 +349,7 @@ def require_writable(folder: Path) -> None:
 
 
 def write_probe(folder: Path, size: int) -> None:
-    """Write a file, read it back from the disk, and delete it. This takes as long as saving a
+    """Write a file, read it back from the disk, and delete it, which takes as long as saving a
     checkpoint of the same size.
 
     Args:
@@ -367,7 +372,7 @@ def write_probe(folder: Path, size: int) -> None:
 
 
 def require_free(path: Path, advice: str) -> None:
-    """Raise an error if `path` exists and is not an empty folder, so that nothing is overwritten.
+    """Raise an error if writing a folder to `path` would overwrite anything.
 
     Raises:
         InputError: `path` exists and is not an empty folder; the message ends with `advice`.
@@ -397,7 +402,7 @@ def read_file(path: Path, max_bytes: int) -> bytes:
     """Return the content of a file.
 
     Args:
-        max_bytes: maximum size in bytes; a longer file is rejected without being read.
+        max_bytes: maximum size in bytes. A larger file is rejected without being read.
 
     Raises:
         InputError: the file is missing, unreadable or too long, or the path is a folder, pipe or
@@ -429,12 +434,12 @@ def plain_lines(text: str) -> str:
 
 
 def read_json(path: Path, max_bytes: int = MAX_JSON_BYTES) -> Any:
-    """Read a JSON file. A file of more than `max_bytes` bytes is rejected without being read.
+    """Read a JSON file. A file with more than `max_bytes` bytes is rejected without being read.
 
     Raises:
-        InputError: the file is missing, unreadable, too long, not UTF-8 or not JSON; or it contains
-            too many lists and objects, duplicate keys, or NaN or Infinity, which JSON does not
-            allow.
+        InputError: the file is missing, unreadable, too large, not UTF-8 or not JSON; or it
+            contains too many lists and objects, duplicate keys, or NaN or Infinity, which JSON does
+            not allow.
     """
     return parse_json(path, read_file(path, max_bytes))
 
@@ -445,8 +450,8 @@ def read_json_object(
     """Read a JSON file that contains one object.
 
     Raises:
-        kind: raised if the file can't be read (see `read_json`) or its value is not an object. If
-            the value is not an object, the message is `fault`.
+        kind: the file can't be read (see `read_json`), or its value is not an object. In the latter
+            case, the message is `fault`.
     """
     try:
         value = read_json(path)
@@ -473,7 +478,7 @@ def parse_json(path: Path, content: bytes) -> Any:
 
 
 def require_few_values(path: Path, content: bytes) -> None:
-    """Reject JSON that would take far more memory than the file size.
+    """Reject JSON that would take far more memory than the size of the file.
 
     Raises:
         InputError: the content contains too many lists and objects.
@@ -491,8 +496,8 @@ def _refuse_constant(name: str) -> None:
 
 
 def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Reject duplicate keys in a JSON object, because JSON parsers disagree on which value is used.
-    Pass this function as `object_pairs_hook` to `json.loads`.
+    """Reject duplicate keys in a JSON object, because JSON parsers disagree on which of the values
+    to use. Pass this function as `object_pairs_hook` to `json.loads`.
 
     Raises:
         ValueError: a key occurs twice.
@@ -505,7 +510,7 @@ def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _missing(path: Path) -> list[Path]:
-    """Return `path` and its parent folders that do not exist yet, innermost first."""
+    """Return those of `path` and its parent folders that do not exist yet, innermost first."""
     return [folder for folder in (path, *path.parents) if not folder.exists()]
 
 

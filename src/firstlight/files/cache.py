@@ -1,8 +1,9 @@
-"""Cache folder on this machine, with locks.
+"""Support for the cache folder on this machine, with locks for processes that share it.
 
 The cache is $FIRSTLIGHT_CACHE if set, otherwise $XDG_CACHE_HOME/firstlight if set, otherwise
-~/.cache/firstlight. It stores corpora from URLs (`data/remote.py`) and compiled kernels. Hub models
-are stored in the cache of huggingface_hub (`weights/hub.py`).
+~/.cache/firstlight. It contains corpora downloaded from URLs (`data/remote.py`) and compiled
+kernels. Models from the Hugging Face hub are stored in the cache of huggingface_hub instead
+(`weights/hub.py`).
 """
 
 from __future__ import annotations
@@ -27,13 +28,14 @@ def cache_folder() -> Path:
 
 @contextlib.contextmanager
 def held(path: Path, work: str, progress: bool) -> Iterator[None]:
-    """Hold a lock of the cache during the `with` block. If another process holds it, wait for it.
+    """Hold a lock in the cache during the `with` block. If another process holds the lock, wait for
+    it.
 
     The lock (`flock`) is released at the end of the block, or by the kernel if the process ends.
 
     Args:
         path: the lock file, which is created if necessary and never deleted.
-        work: description of the work for which the lock is held. It completes the message "waiting
+        work: description of the work that requires the lock, which completes the message "waiting
             for another process, which is ...".
         progress: True to print this message before waiting.
 

@@ -1,5 +1,6 @@
-"""File system operations. All files are written through the `disk` object, which tests replace to
-simulate errors."""
+"""Operations that write to the file system. All files are written through the `disk` object, which
+tests replace to simulate errors.
+"""
 
 from __future__ import annotations
 
@@ -17,10 +18,10 @@ _GATHERED_BYTES = 1 << 20
 
 
 class Disk:
-    """Write operations on the file system, with one method per system call.
+    """Operations that write to the file system, with one method per system call.
 
-    Tests replace `disk` with an object that counts the calls, makes a call fail, writes only part
-    of the bytes, or ends the process. All methods may raise OSError.
+    Tests replace `disk` with an object that counts calls, makes a call fail, writes only some of
+    the bytes, or ends the process. All methods may raise OSError.
     """
 
     def create(self, path: Path) -> FileIO:
@@ -28,11 +29,11 @@ class Disk:
         return open(path, "xb", buffering=0)
 
     def append(self, path: Path) -> FileIO:
-        """Open a file for writing at its end; create it if it does not exist."""
+        """Open a file for appending; create it if it does not exist."""
         return open(path, "ab", buffering=0)
 
     def write(self, file: FileIO, data: bytes | bytearray | memoryview) -> int:
-        """Write bytes, and return the number of bytes written. This number may be less than the
+        """Write bytes to a file. Return the number of bytes written, which may be less than the
         length of `data`.
         """
         return file.write(data)
@@ -46,7 +47,7 @@ class Disk:
         os.ftruncate(file.fileno(), size)
 
     def rename(self, source: Path, target: Path) -> None:
-        """Rename a file or folder; a file or an empty folder at `target` is replaced."""
+        """Rename a file or folder. Replace any file or empty folder at `target`."""
         os.replace(source, target)
 
     def link(self, source: Path, target: Path) -> None:
@@ -58,7 +59,7 @@ class Disk:
         os.unlink(path)
 
     def make_folder(self, path: Path) -> None:
-        """Create one folder, whose parent must exist."""
+        """Create a folder. Its parent folder must exist."""
         path.mkdir()
 
     def remove_folder(self, path: Path) -> None:
@@ -66,7 +67,7 @@ class Disk:
         os.rmdir(path)
 
     def sync_folder(self, path: Path) -> None:
-        """Sync a folder's entries (new names, renames) to the disk."""
+        """Sync the entries of a folder to the disk, so that new and renamed files are not lost."""
         descriptor = os.open(path, os.O_RDONLY)
         try:
             os.fsync(descriptor)
@@ -74,7 +75,7 @@ class Disk:
             os.close(descriptor)
 
 
-#: The object that all modules use.
+#: The instance that all modules use.
 disk = Disk()
 
 
@@ -106,8 +107,9 @@ class OutputFile:
         with self._file:
             if error is None:
                 self._write_gathered()
-                # Sync with the same descriptor: Linux may report errors in writing back cached data
-                # only to descriptors that were open when the error occurred.
+                # Sync through the descriptor used for writing, because Linux may report errors in
+                # writing back cached data only to descriptors that were open when the error
+                # occurred.
                 disk.sync(self._file)
 
     def write(self, data: bytes | memoryview) -> None:
@@ -120,8 +122,8 @@ class OutputFile:
         _write_all(self._file, data)
 
     def write_over_start(self, data: bytes) -> None:
-        """Overwrite the beginning of the file, such as a header that contains the length of the
-        data. Nothing may be written afterwards.
+        """Overwrite the beginning of the file, for example a header that contains the length of the
+        data. After this call, nothing more can be written.
         """
         self._write_gathered()
         self._file.seek(0)
@@ -133,8 +135,9 @@ class OutputFile:
 
 
 class HashedFile(OutputFile):
-    """An `OutputFile` that computes the SHA-256 of the bytes passed to it, so that the file on the
-    disk can be verified against it."""
+    """An `OutputFile` that computes the SHA-256 of all bytes written to it, against which the file
+    on the disk can be verified.
+    """
 
     def __init__(self, path: Path) -> None:
         self._hash = hashlib.sha256()
@@ -152,7 +155,8 @@ class HashedFile(OutputFile):
 
 
 class AppendedFile:
-    """A file to which records are appended. If a record is written only partially, it is removed.
+    """A file to which records are appended. A record that could only be written partially is
+    removed.
 
     Raises:
         OSError: a file system error in any method.
@@ -168,7 +172,7 @@ class AppendedFile:
                 stack.pop_all()
 
     def append(self, data: bytes) -> None:
-        """Append all of the bytes or none of them."""
+        """Append either all of the bytes or none of them."""
         size = os.fstat(self._file.fileno()).st_size
         try:
             _write_all(self._file, data)
@@ -187,8 +191,8 @@ class AppendedFile:
 
 
 def _write_all(file: FileIO, data: bytes | bytearray | memoryview) -> None:
-    """Write all bytes, repeating the call if the system writes only part of them (as on an almost
-    full disk).
+    """Write all bytes. Repeat the call if the system writes only some of them, for example because
+    the disk is almost full.
     """
     rest = memoryview(data)
     while rest:

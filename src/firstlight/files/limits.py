@@ -1,14 +1,14 @@
-"""Isolate untrusted input: run code in a child process with limits on memory and CPU time.
+"""Process untrusted input in a child process with limits on memory and CPU time.
 
-Some files are small programs: a chat template, the steps of a tokenizer.json, a JSON Schema. The
-libraries that run them have no limits, and a library call can only be stopped from outside. A
-`LimitedProcess` therefore makes such calls in a child process. The child is killed when a call
-exceeds a limit, and restarted for the next call.
+Some files are in effect small programs: a chat template, the steps of a tokenizer.json, a JSON
+Schema. The libraries that run them do not limit time or memory, and a library call can't be
+interrupted from within its own process. A `LimitedProcess` therefore makes such calls in a child
+process, which is killed when a call exceeds a limit and restarted for the next call.
 
     limit            enforced by
     CPU time         a timer in the child (ITIMER_PROF), whose signal ends the child even inside C
                      code
-    elapsed time     the parent, which stops waiting after a timeout
+    elapsed time     a timeout in the parent
     memory           RLIMIT_DATA in the child, and the parent, which checks the child's resident
                      memory while it waits. macOS does not enforce RLIMIT_DATA, so a child on macOS
                      can exceed the limit for up to 0.1 seconds between two checks.
@@ -16,7 +16,8 @@ exceeds a limit, and restarted for the next call.
 The child runs in a separate session, so Ctrl-C in a terminal does not reach it. The child ends when
 its connection is closed, which also happens when the parent is killed.
 
-Requests and responses are JSON rather than pickles, because malicious input may control the child.
+Requests and responses are JSON rather than pickles, because malicious input may take control of the
+child.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from typing import Any
 from firstlight import errors
 from firstlight.errors import FirstlightError, describe_os_error
 
-#: Interval in seconds between checks of the child's memory, and ratio of a call's timeout to its
+#: Interval in seconds at which the child's memory is checked, and ratio of a call's timeout to its
 #: CPU time limit. The ratio is high because the machine may be busy with other work.
 _LOOK_SECONDS, _PATIENCE = 0.1, 20.0
 #: CPU time limit for starting a child, in seconds.
@@ -47,20 +48,21 @@ _START_SECONDS = 30.0
 
 
 class LimitExceededError(FirstlightError):
-    """Raised if a call exceeded a limit or ended its process. The message states the limits."""
+    """Raised if a call exceeded a limit or ended the child. The message states the limits."""
 
 
 class LimitedProcess:
-    """Calls a function in a child process with limits. Safe to use with threads and forks.
+    """Calls a function in a child process with limits. Instances can be used by several threads and
+    after a fork.
 
     Args:
         factory: function that creates the function to call, as "module:name". The module should
-            import little, because its imports delay the start of the child.
+            have few imports, because they delay the start of the child.
         arguments: arguments of `factory`, as JSON data.
-        memory: bytes that the child may allocate after `factory` returns.
+        memory: number of bytes that the child can allocate after `factory` returns.
 
     Attributes:
-        lock: lock held during a call.
+        lock: lock that is held during each call.
     """
 
     def __init__(self, factory: str, arguments: tuple[Any, ...] = (), *, memory: int) -> None:
@@ -73,7 +75,7 @@ class LimitedProcess:
         _ALL.add(self)
 
     def start(self) -> int:
-        """Start the child if it is not running. Return the number of starts so far.
+        """Start the child if it is not running. Return how many times it has been started so far.
 
         Raises:
             FirstlightError: the child could not be started, or the factory raised a
@@ -83,8 +85,8 @@ class LimitedProcess:
             if self._process is None:
                 self._connection, theirs = Pipe()
                 with theirs:
-                    # The child uses the same module search path as this process, except the current
-                    # folder, whose modules could shadow others.
+                    # Use the same module search path as this process, but without the current
+                    # folder, whose modules could shadow other modules.
                     paths = [path for path in sys.path if path]
                     code = f"import sys; sys.path[:] = {paths!r}; " + _CHILD_CODE
                     try:
@@ -95,7 +97,8 @@ class LimitedProcess:
                             stdout=subprocess.DEVNULL,
                             stderr=subprocess.DEVNULL,
                             start_new_session=True,
-                            # The backtrace of a Rust panic would take 50 MB and is never shown.
+                            # Disable the backtrace of Rust panics, which would take 50 MB and is
+                            # never shown.
                             env={**os.environ, "RUST_BACKTRACE": "0"},
                         )
                     except OSError as error:
@@ -123,14 +126,14 @@ class LimitedProcess:
         )
 
     def call(self, request: Any, *, seconds: float) -> Any:
-        """Call the function with `request` and return its result; both are JSON data.
+        """Call the function with `request`, and return the result. Both are JSON data.
 
         Args:
             request: argument of the function.
             seconds: CPU time limit.
 
         Raises:
-            LimitExceededError: the call exceeded a limit or ended its process.
+            LimitExceededError: the call exceeded a limit or ended the child process.
             FirstlightError: the child could not be started, or the function raised a
                 FirstlightError.
         """
@@ -163,8 +166,8 @@ class LimitedProcess:
                 f"more than {seconds:g} s of CPU time or {self._memory >> 20:,} MiB of memory"
             ) from None
         except BaseException:
-            # Stop the child after an exception such as Ctrl-C. Otherwise, its response to this
-            # request could be mistaken for the response to the next one.
+            # Stop the child after an exception such as KeyboardInterrupt. Otherwise, its response
+            # to this request could be mistaken for the response to the next request.
             self.close()
             raise
         if not kind:
@@ -180,18 +183,19 @@ class LimitedProcess:
         assert self._process is not None
         with contextlib.suppress(psutil.Error):
             return int(psutil.Process(self._process.pid).memory_info().rss)
-        return 0  # The child has ended; reading the response raises the error.
+        return 0  # The child has ended. The error is raised when the response is read.
 
     def forget(self) -> None:
-        """Detach from the child after this process was forked. Only the process that started the
-        child may use it. Otherwise, both processes would communicate with the child, and the child
-        would outlive the process that started it.
+        """Detach from the child in a forked process, because only the process that started the
+        child may use it. Otherwise, both processes would communicate with the child, and it would
+        outlive the process that started it.
         """
         self.lock = threading.RLock()
         if self._process is not None:
             self._finalizer.detach()
             self._connection.close()
-            # Set a return code, so that `subprocess` does not wait for another process's child.
+            # Set a return code, so that `subprocess` does not wait for a child that belongs to a
+            # different process.
             self._process.returncode = 0
             self._process = None
 
@@ -225,8 +229,8 @@ def serve(descriptor: int) -> None:
         descriptor: file descriptor of the connection.
     """
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    # Reset the handling of the signal, because a child inherits it from a parent that ignores or
-    # blocks the signal.
+    # Reset the handling of the signal. If the parent ignores or blocks the signal, the child
+    # inherits this.
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGPROF])
     connection = Connection(descriptor)
@@ -237,14 +241,14 @@ def serve(descriptor: int) -> None:
         except (EOFError, ConnectionError):
             return
         request, seconds = json.loads(content.decode("utf-8", "surrogatepass"))
-        # Use a timer, because RLIMIT_CPU has a resolution of one second and applies to the sum of
-        # all calls.
+        # Use a timer, because RLIMIT_CPU has a resolution of one second and limits the total of all
+        # calls.
         signal.setitimer(signal.ITIMER_PROF, seconds)
         kind = ""
         try:
             result: Any = function(request)
         except MemoryError:
-            raise  # End this process, because it has exceeded its memory limit.
+            raise  # The memory limit was exceeded, so end this process.
         except Exception as error:  # noqa: BLE001 - the parent raises it
             kind, result = type(error).__name__, str(error)
         signal.setitimer(signal.ITIMER_PROF, 0)
@@ -255,7 +259,7 @@ def serve(descriptor: int) -> None:
 
 
 def _prepare(request: tuple[str, list[Any], int]) -> Callable[[Any], Any]:
-    """Create the function to call, and then limit the memory of this process."""
+    """Create the function to call, then limit the memory of this process."""
     factory, arguments, memory = request
     module, _, name = factory.partition(":")
     function: Callable[[Any], Any] = getattr(importlib.import_module(module), name)(*arguments)

@@ -1,8 +1,8 @@
 """Write safetensors files one tensor at a time.
 
-The safetensors library opens and writes files itself. This module writes the bytes through an
-`OutputFile` (disk.py), which can hash them, and copies only one tensor at a time to the CPU. The
-bytes are identical to the library's output (huggingface/safetensors, `serialize` in tensor.rs):
+The safetensors library only writes to files that it opens itself. This module writes through an
+`OutputFile` (disk.py), which can hash the bytes, and copies only one tensor at a time to the CPU.
+The bytes are identical to the library's output (huggingface/safetensors, `serialize` in tensor.rs):
 
 - the header's length in bytes, as a little-endian integer of 8 bytes;
 - the header as compact JSON, padded with spaces to a multiple of 8 bytes;
@@ -21,8 +21,8 @@ from torch import Tensor
 from firstlight.errors import StorageError
 from firstlight.files.disk import OutputFile
 
-#: Dtype names of the library, in the order in which it declares them. In a file, tensors with a
-#: later dtype in this table come first.
+#: Dtype names of the library, in the order in which it declares them. In a file, tensors are sorted
+#: by dtype in the reverse of this order.
 _NAMES = {
     torch.bool: "BOOL",
     torch.uint8: "U8",
@@ -43,7 +43,8 @@ _NAMES = {
 _RANKS = {dtype: rank for rank, dtype in enumerate(_NAMES)}
 _METADATA = "__metadata__"
 
-#: Number of bytes that are hashed and written at a time. They fit into the processor's cache.
+#: Number of bytes that are hashed and written at a time, small enough to fit into the processor's
+#: cache.
 _CHUNK_BYTES = 1 << 20
 
 
@@ -54,7 +55,7 @@ def write_tensors(
 
     Args:
         file: an open file.
-        tensors: dense tensors, keyed by name. They may be on any device, have any shape and
+        tensors: dense tensors, keyed by name. They can be on any device, have any shape and
             strides, and share memory. A tensor that is not contiguous or not on the CPU is copied
             when it is written.
         metadata: entries of the header's `__metadata__`; None omits it.

@@ -1,2 +1,3 @@
-"""Fine-tune a model on texts or conversations with one command: choose a method and settings for a
-time budget, prepare the data, and train."""
+"""Fine-tune a model on text or conversations with one command, which chooses a method and settings
+for a time budget, prepares the data and trains the model.
+"""

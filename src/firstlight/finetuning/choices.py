@@ -1,8 +1,8 @@
-"""Choose the settings of a fine-tuning run from facts about the data, the initial model, the
-machine and the length of the run.
+"""Choose the settings of a fine-tuning run based on the data, the initial model, the machine and
+the length of the run.
 
 The choice between training adapters and training all weights depends on memory and is made in
-`run.py`. The learning rates are defined in `planner/advise/defaults.py`.
+`run.py`. Learning rates are defined in `planner/advise/defaults.py`.
 """
 
 from __future__ import annotations
@@ -37,10 +37,12 @@ class TuningData:
     """Facts about the fine-tuning data.
 
     Attributes:
-        kind: "chat" for conversations, "preference" for preference pairs, "text" for texts.
+        kind: "chat" for conversations, "preference" for preference pairs, "text" for text
+            documents.
         count: number of conversations, pairs or documents.
-        longest: length in tokens of the longest conversation or pair of conversations; 0 for texts.
-        usual: 99th percentile of the lengths in tokens; 0 for texts.
+        longest: length in tokens of the longest conversation or preference pair; 0 for text
+            documents.
+        usual: 99th percentile of the lengths in tokens; 0 for text documents.
     """
 
     kind: Literal["chat", "preference", "text"]
@@ -50,18 +52,19 @@ class TuningData:
 
     @property
     def name(self) -> str:
-        """Name of the data in messages."""
+        """Plural noun for the examples in messages."""
         return "the text" if self.kind == "text" else f"the {self.unit}s"
 
     @property
     def unit(self) -> str:
-        """Name of a conversation or a pair in messages."""
+        """Singular noun for an example in messages."""
         return "preference pair" if self.kind == "preference" else "conversation"
 
     @property
     def most_epochs(self) -> float:
-        """Maximum number of passes over the data; with more passes, the model would memorise it.
-        The number is larger for small sets of conversations than for large ones."""
+        """Maximum number of passes over the data, because with more passes the model would memorise
+        it. A small set of conversations can be repeated more often than a large one.
+        """
         if self.kind == "text":
             return defaults.MOST_EPOCHS
         if self.kind == "preference":
@@ -79,7 +82,7 @@ class Method:
         adapters: True to train adapters on frozen weights (LoRA), False to train all weights.
         checkpointing: True to use activation checkpointing, which saves memory.
         quantized: True to keep the frozen weights in 4 bits (QLoRA).
-        reason: reason for the choice of the method, shown in the printed table.
+        reason: reason why the method was chosen, shown in the printed table.
     """
 
     adapters: bool = False
@@ -110,12 +113,12 @@ class Method:
 
 @dataclass(frozen=True)
 class StartingModel:
-    """Facts about the initial model of fine-tuning.
+    """Facts about the model that is fine-tuned.
 
     Attributes:
         parameters: number of parameters.
-        hidden_size, layers: width and depth of the model.
-        context: context length in tokens.
+        hidden_size, layers: width of the model, and number of layers.
+        context: context length of the model in tokens.
     """
 
     parameters: int
@@ -128,11 +131,11 @@ def row_of(data: TuningData, model: StartingModel, fixed: Mapping[str, Any]) -> 
     """Choose `data.seq_len`, the number of tokens in a training row.
 
     For conversations, a row is long enough for the longest conversation or, if that is too long,
-    for 99 % of them. For texts, a row has the sequence length of large new models. A row is never
-    longer than the model's context.
+    for 99 % of them. For text documents, a row has the sequence length that is used to train large
+    models from scratch. A row is never longer than the model's context.
 
     Args:
-        data, model: training data and initial model.
+        data, model: facts about the training data and the initial model.
         fixed: values given by the user, keyed by `section.key`. A value for `data.seq_len` is used
             without being checked.
     """
@@ -160,11 +163,11 @@ def _power_of_two(count: float) -> int:
 
 @dataclass(frozen=True)
 class TuningFacts:
-    """The facts from which fine-tuning settings are chosen.
+    """Facts from which the settings of a fine-tuning run are chosen.
 
     Attributes:
-        data, model, method: training data, initial model and method.
-        machine: facts about the machine, including its speed for this model.
+        data, model, method: facts about the training data and the initial model, and the method.
+        machine: facts about the machine, including its training speed for this model.
         epoch_tokens: number of tokens in one pass over the training split, including padding.
         val_tokens: number of tokens in the validation split, including padding.
         row: the row length chosen by `row_of`.
@@ -179,8 +182,8 @@ class TuningFacts:
     row: Choice
 
     def reference_seconds(self, rate: float) -> float:
-        """Return the time in seconds that the starting model needs to score all preference pairs
-        before the first step.
+        """Return the time in seconds that it takes to score all preference pairs with the initial
+        model before the first step.
 
         Args:
             rate: training speed in tokens per second.
@@ -192,15 +195,16 @@ class TuningFacts:
         return FORWARD_SHARE * (self.epoch_tokens + self.val_tokens) / rate
 
     def part_facts(self, fixed: Mapping[str, Any]) -> PartFacts:
-        """Return the facts from which evaluations, sample texts and checkpoints are chosen.
+        """Return the facts from which the settings for evaluations, sample texts and checkpoints
+        are chosen.
 
         Args:
             fixed: values given by the user, keyed by `section.key`.
         """
         trained, model = self.model.parameters, self.model
         if self.method.adapters:
-            # In each layer, adapters are added to four matrices of the model's width and to three
-            # matrices that are about three times as wide.
+            # In each layer, adapters are added to the four attention matrices, which have the width
+            # of the model, and to the three MLP matrices, which are about three times as wide.
             rank = fixed.get("lora.rank", defaults.ADAPTER_RANK)
             trained = 20 * rank * model.hidden_size * model.layers
         return PartFacts(self.row.value, self.val_tokens, STATE_BYTES * trained, fixed)
@@ -211,12 +215,12 @@ def choose_tuning(facts: TuningFacts, length: Length, fixed: Mapping[str, Any]) 
 
     Args:
         facts: facts about data, model, method and machine.
-        length: length of the run in time, tokens or steps.
+        length: length of the run as a time, a number of tokens or a number of steps.
         fixed: values given by the user, keyed by `section.key`.
 
     Raises:
-        ConfigError: the user's values for the batch contradict each other, or no learning rate is
-            known for the user's optimizer.
+        ConfigError: the batch settings given by the user contradict each other, or no learning rate
+            is known for the optimizer given by the user.
     """
     data, machine = facts.data, facts.machine
     row = facts.row
@@ -233,8 +237,8 @@ def choose_tuning(facts: TuningFacts, length: Length, fixed: Mapping[str, Any]) 
         left = max(way.left_of(length.seconds) - facts.reference_seconds(rate), 0.0)
         return min(rate * left * (1 - part_facts.parts(rate, left, left).share), most)
 
-    # Derive the batch size from the full speed. A lower speed would result in a smaller batch,
-    # which would further slow down a GPU.
+    # Derive the batch size from the full speed of the machine. A lower speed would result in a
+    # smaller batch, which would slow down a GPU even more.
     unit = given_unit(fixed, row.value)
     batch = given or _batch_tokens(tokens_at(rate), row.value, unit)
     batch, rate, way = batch_and_rate(
@@ -275,14 +279,14 @@ def choose_tuning(facts: TuningFacts, length: Length, fixed: Mapping[str, Any]) 
 def _batch_tokens(tokens: float, seq_len: int, unit: int) -> int:
     """Return the number of tokens per step.
 
-    The number is chosen so that the run has about `defaults.TUNING_STEPS` steps. It has an upper
-    limit, and is rounded to full micro-batches.
+    The number is chosen such that the run has about `defaults.TUNING_STEPS` steps. It is limited to
+    a maximum, and rounded to complete micro-batches.
 
     Args:
         tokens: number of tokens in the run.
         seq_len: number of tokens per row.
-        unit: number of tokens of which a step must be a multiple, due to the micro-batches that the
-            user specified.
+        unit: number of tokens that must divide the result, due to micro-batch settings given by the
+            user.
     """
     wanted = min(tokens / defaults.TUNING_STEPS, defaults.MOST_TUNING_BATCH)
     rows = 1 << max(round(math.log2(max(wanted / seq_len, 1.0))), 0)

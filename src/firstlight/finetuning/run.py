@@ -1,8 +1,8 @@
-"""Plan and run the fine-tuning of an existing model on conversations or texts, with adapters or
-with all weights.
+"""Plan and run the fine-tuning of an existing model on conversations or text documents, with
+adapters or of all weights.
 
-Conversations are prepared in the cache, as for any recipe with `data.files`. Texts are prepared in
-the run folder, with the model's tokenizer.
+Conversations are prepared in the cache, as for any recipe with `data.files`. Text documents are
+prepared in the run folder with the tokenizer of the model.
 """
 
 from __future__ import annotations
@@ -79,8 +79,9 @@ class TuningPlan(RunPlan):
 
     Attributes:
         facts: facts from which the settings are chosen.
-        template: name of the chat template and the reason for its choice; None for texts.
-        too_long: messages with the numbers of conversations that are longer than a row.
+        template: name of the chat template, and the reason why it was chosen; None for text
+            documents.
+        too_long: messages that report how many conversations are longer than a row.
     """
 
     facts: TuningFacts
@@ -117,8 +118,8 @@ class TuningPlan(RunPlan):
 
 
 class FineTuning:
-    """Fine-tuning of a model. Reads the model and the data, and plans and runs the training. This
-    class implements `from_texts.run.Work`.
+    """A fine-tuning run: reads the model and the data, plans the training and runs it. Implements
+    the interface `from_texts.run.Work`.
 
     Args:
         request: inputs, length and overrides of the run, and the initial model.
@@ -179,8 +180,8 @@ class FineTuning:
             return folder, read_config(config_folder(folder)), tokenizer
 
         self._folder, self._config, self._tokenizer = read_model_folder(request.init_from, read)
-        # If the model is a run, keep the path of the run folder, because an active run may delete
-        # the checkpoint. A hub model has been downloaded, so keep the path of the local folder.
+        # If the model is a run folder, keep this path instead of that of the checkpoint, which an
+        # active run may delete. For a hub model, keep the path of the downloaded folder.
         is_here = Path(request.init_from).expanduser().exists()
         self._start = request.init_from if is_here else str(self._folder)
         self._model = StartingModel(
@@ -216,14 +217,14 @@ class FineTuning:
         """Choose the method and the settings.
 
         Args:
-            request: inputs, overrides and length of the run. The default length is
-                `DEFAULT_SECONDS`.
+            request: inputs, overrides and length of the run. Without a length, `DEFAULT_SECONDS` is
+                used.
             gpu: name of a GPU to plan for; None to plan for this machine.
 
         Raises:
             ConfigError: an option is invalid, no method fits in memory, or the budget is too short.
-            DataError: no conversation fits in a row, or `data.long` is "refuse" and a conversation
-                does not fit.
+            DataError: no conversation fits in a row, or `data.long` is "refuse" and at least one
+                conversation does not fit.
         """
         from firstlight.from_texts.machine import facts_for_model
         from firstlight.planner.plan.machine import find_machine
@@ -264,8 +265,9 @@ class FineTuning:
         return plan
 
     def _tokens(self, seq_len: int) -> tuple[float, float]:
-        """Return the numbers of tokens in one pass over the training split and the validation
-        split."""
+        """Return (number of tokens in the training split, number of tokens in the validation
+        split), for one pass each.
+        """
         if self._chats is not None:
             return self._chats.tokens(seq_len)
         assert self._scan is not None
@@ -278,7 +280,7 @@ class FineTuning:
     def _fitting_method(
         self, request: Request, machine: Machine, row: Choice, prompts: Sequence[str]
     ) -> tuple[ResolvedRecipe, Method]:
-        """Return the resolved recipe and the method for the first of `_methods` that fits in memory
+        """Return (resolved recipe, method) for the first method of `_methods` that fits in memory
         with a micro-batch of one sequence.
 
         Raises:
@@ -295,8 +297,8 @@ class FineTuning:
         unit = given_unit(fixed, row.value)
         values: dict[str, Any] = {
             "data": {**data, "seq_len": row.value},
-            # The settings of the run are not known yet. Assume that it accumulates gradients and
-            # saves checkpoints before the end, because this takes the most memory.
+            # The settings are not known yet. Assume that the run accumulates gradients and saves
+            # checkpoints before the end, because this takes the most memory.
             "batch": {
                 "micro_batch_size": 1,
                 "global_batch_tokens": given_batch(fixed, row.value) or 2 * unit,
@@ -346,8 +348,9 @@ class FineTuning:
     # The run
 
     def begin(self, plan: RunPlan, request: Request, call: RunCall) -> TrainResult:
-        """Prepare the texts, choose the settings again from the counted tokens and the remaining
-        time, and train."""
+        """Prepare the text, choose the settings again now that the number of tokens and the
+        remaining time are known, and train.
+        """
         from firstlight.from_texts.machine import train_plan
 
         assert isinstance(plan, TuningPlan)
@@ -369,8 +372,9 @@ class FineTuning:
         return train_plan(plan, call)
 
     def _with_texts(self, plan: TuningPlan, scan: Scan, call: RunCall) -> TuningPlan:
-        """Prepare the texts. Return the plan with their folder and the counted numbers of
-        tokens."""
+        """Prepare the text documents. Return a copy of the plan with the folder of the prepared
+        data and the actual numbers of tokens.
+        """
         from firstlight.data.shards import read_manifest
 
         text = self._estimated(scan)
@@ -386,7 +390,9 @@ class FineTuning:
         return replace(plan, facts=facts, data={"dir": str(data)})
 
     def _prompts(self, seq_len: int) -> list[str]:
-        """Return sample prompts that leave at least half of the context for the answer."""
+        """Return prompts for sample texts, each short enough to leave at least half of the context
+        for the answer.
+        """
         if self._chats is not None:
             return self._chats.prompts(self._model.context // 2)
         assert self._scan is not None
@@ -394,11 +400,11 @@ class FineTuning:
 
 
 def _require_readable(inputs: Sequence[str], text_key: str) -> None:
-    """Reject damaged files of records, and a single file whose records are neither conversations
-    nor texts.
+    """Reject damaged files of records, and a single input file whose records are neither
+    conversations nor text documents.
 
-    If such a file were read as text, the error message would advise the user to run the same
-    command again.
+    If such a file were treated as text, the resulting error message would advise the user to run
+    the same command again.
 
     Raises:
         InputError: a file is damaged or has unsuitable records.
@@ -421,10 +427,11 @@ def _require_readable(inputs: Sequence[str], text_key: str) -> None:
 
 
 def _of_run(request: Request) -> list[tuple[str, str]]:
-    """Return the overrides that affect the memory of the run.
+    """Return the overrides that affect the memory use of the run.
 
-    The length of the run and the number of micro-batches are omitted. Methods are tried with a
-    micro-batch of one sequence, for which the user's number of micro-batches would be wrong.
+    Overrides of the length of the run and of the number of micro-batches are omitted. Methods are
+    tried with a micro-batch of one sequence, so the number of micro-batches given by the user would
+    be wrong.
     """
     left_out = ("schedule.", "run.", "batch.gradient_accumulation_steps")
     return [one for one in request.overrides if not one[0].startswith(left_out)]
@@ -432,15 +439,15 @@ def _of_run(request: Request) -> list[tuple[str, str]]:
 
 # The conversations
 
-#: Number of conversations that are searched for tools, which is also the number of held-out
-#: conversations that are searched for sample questions; and maximum number of sample questions.
+#: Maximum number of conversations that are searched for tools, and of held-out conversations that
+#: are searched for sample questions; and maximum number of sample questions.
 _LOOKED_AT, _SAMPLES = 40, 3
 #: Maximum number of characters in a sample question.
 _MOST_QUESTION = 400
 
 
 class Conversations:
-    """Conversations or preference pairs that are prepared for a model.
+    """Conversations or preference pairs, prepared for a model.
 
     Args:
         request: inputs and overrides of the run.
@@ -453,7 +460,7 @@ class Conversations:
 
     Attributes:
         section: the `data` section of the recipe.
-        template: name of the chat template and the reason for its choice.
+        template: name of the chat template, and the reason why it was chosen.
         train, val: the splits. `val` is None if there are no held-out conversations.
         facts: facts from which the settings are chosen.
 
@@ -472,7 +479,7 @@ class Conversations:
         tell: Callable[[str], None],
         progress: bool,
     ) -> None:
-        # Imported here, because these modules import torch, which would delay the first line of
+        # Import these modules here, because they import torch, which would delay the first line of
         # output.
         from firstlight.checkpoint.selection import resolve_tokenizer
         from firstlight.data.packing import ExampleDataset, chat_notes
@@ -502,7 +509,7 @@ class Conversations:
             tell,
             tokenizer=lambda: resolve_tokenizer(folder),
             progress=progress,
-            reports_missing=False,  # A missing split is reported by the run itself.
+            reports_missing=False,  # The run itself reports a missing split.
         )
         assert isinstance(train, ExampleDataset)
         self.train, lengths = train, _unit_lengths(train)
@@ -517,8 +524,9 @@ class Conversations:
             tell(line)
 
     def tokens(self, seq_len: int) -> tuple[float, float]:
-        """Return the numbers of tokens in one pass over the training split and the validation
-        split, including padding, for rows of `seq_len` tokens."""
+        """Return (number of tokens in the training split, number of tokens in the validation
+        split), for one pass each in rows of `seq_len` tokens. Padding is included.
+        """
 
         def of(split: Corpus | None) -> float:
             return 0.0 if split is None else float(split.num_rows(seq_len) * seq_len)
@@ -526,12 +534,12 @@ class Conversations:
         return of(self.train), of(self.val)
 
     def too_long(self, seq_len: int) -> list[str]:
-        """Return messages with the numbers of conversations that are dropped or truncated because
-        they are longer than a row of `seq_len` tokens. Return [] if all conversations fit.
+        """Return messages that report how many conversations are dropped or truncated because they
+        are longer than a row of `seq_len` tokens, or [] if all conversations fit.
 
         Raises:
-            DataError: no conversation fits, or `data.long` is "refuse" and a conversation does not
-                fit.
+            DataError: no conversation fits, or `data.long` is "refuse" and at least one
+                conversation does not fit.
         """
         lines = []
         for split, kind in self._splits():
@@ -543,8 +551,9 @@ class Conversations:
         return lines
 
     def too_long_places(self, seq_len: int) -> list[str]:
-        """Return a text with file, line and length in tokens for each conversation that is longer
-        than a row of `seq_len` tokens."""
+        """Describe each conversation that is longer than a row of `seq_len` tokens by its file,
+        line and length in tokens.
+        """
         from firstlight.data.packing import ORIGINS_NAME
 
         places = []
@@ -559,7 +568,7 @@ class Conversations:
         return places
 
     def _splits(self) -> Iterator[tuple[ExampleDataset, str]]:
-        """Yield the splits, each with its name for messages."""
+        """Yield each split with its name for messages."""
         from firstlight.data.packing import ExampleDataset
 
         yield self.train, "training"
@@ -567,8 +576,9 @@ class Conversations:
             yield self.val, "held-out"
 
     def prompts(self, most_tokens: int) -> list[str]:
-        """Return up to three different questions from held-out conversations. Each question has
-        fewer than `most_tokens` tokens."""
+        """Return up to three different questions from held-out conversations, each with fewer than
+        `most_tokens` tokens.
+        """
         from firstlight.tokenizer import Tokenizer
 
         tokenizer = Tokenizer.from_pretrained(self.train.folder)
@@ -610,8 +620,9 @@ class Conversations:
 
 
 def _unit_lengths(split: ExampleDataset) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-    """Return the length in tokens of each conversation or pair. The length of a pair includes both
-    answers with their prompts."""
+    """Return the length in tokens of each conversation or pair. The length of a pair is that of
+    both answers, each with the prompt.
+    """
     lengths: np.ndarray[tuple[int], np.dtype[np.int64]] = (split.lengths - 1).reshape(
         -1, split.together
     ).sum(1) + 1
@@ -621,8 +632,9 @@ def _unit_lengths(split: ExampleDataset) -> np.ndarray[tuple[int], np.dtype[np.i
 def _chat_template(
     request: Request, tokenizer: Tokenizer, sources: Sequence[DataSource]
 ) -> tuple[str | None, tuple[str, str]]:
-    """Return the value of `data.template`, and for the printed table the name of the template and
-    the reason for its choice."""
+    """Choose the chat template. Return (value of `data.template`, (name of the template, reason why
+    it was chosen)); the printed table shows the name and the reason.
+    """
     given = request.fixed.get("data.template")
     if given is not None:
         return str(given), (str(given), "given")
@@ -639,7 +651,7 @@ def _chat_template(
 
 
 def _have_tools(sources: Sequence[DataSource]) -> bool:
-    """Return True if one of the first conversations has tools."""
+    """Return True if any of the first conversations has tools."""
     from firstlight.tokenizer.messages import template_options
 
     with closing(read_records(sources)) as records:

@@ -1,1 +1,1 @@
-"""Log files of a run: their names, writer and readers."""
+"""Write and read the log files of a run."""

@@ -1,4 +1,4 @@
-"""Names of the files that a run writes into its folder, besides its checkpoints and run.json.
+"""Names of the files that a run writes to its folder, except for checkpoints and run.json.
 
 A run can be resumed without these files.
 """

@@ -1,7 +1,7 @@
-"""Read the files of a run folder, even while the run is active.
+"""Read the files in a run folder, even while the run is active.
 
-There are functions for reading complete files and metrics as curves, and classes for reading lines
-as another process writes them.
+Functions read complete files, or metrics as curves. Classes read lines while another process writes
+them.
 """
 
 from __future__ import annotations
@@ -36,11 +36,12 @@ from firstlight.run_log.names import (
 Floats = npt.NDArray[np.float64]
 Axis = Literal["step", "tokens", "hours"]
 
-#: Maximum size of a run's log file in bytes, which is enough for about ten million steps.
+#: Maximum size of a log file in bytes, which is enough for about ten million steps.
 MAX_LOG_BYTES = 1 << 32
-#: Number of lines that are converted to arrays at a time, so that their objects take only a few MB.
+#: Number of lines that are converted to arrays at a time. It is small enough for the parsed lines
+#: to take only a few MB of memory.
 _LINES = 4096
-#: Maximum absolute value of a metric, because computing with larger values could overflow.
+#: Maximum absolute value of a metric. Calculations with larger values could overflow.
 _GREATEST = 1e100
 #: Maximum step. A float can represent every integer up to this number.
 MAX_STEP = 2**53
@@ -51,7 +52,7 @@ class Series:
     """Points of a curve, in run order.
 
     Attributes:
-        x, y: finite coordinates of the points, [N] each.
+        x, y: coordinates of the points, each of shape [N]. All values are finite.
     """
 
     x: Floats
@@ -63,33 +64,33 @@ class Series:
 
 @dataclass(frozen=True)
 class Metrics:
-    """Numbers in metrics.jsonl, by column.
+    """The numbers in metrics.jsonl, stored by column.
 
     Attributes:
-        steps: step of each of the N lines, increasing, [N].
-        columns: zero-based indices of the lines that contain a number for a key, and these
-            numbers, [M] each, keyed by metric. Values that are not finite numbers (null, text) are
-            omitted.
+        steps: step of each of the N lines, in increasing order, [N].
+        columns: for each metric, (zero-based indices of the lines that contain a number for this
+            metric, [M]; these numbers, [M]). Values other than finite numbers, such as null or
+            strings, are omitted.
     """
 
     steps: Floats
     columns: Mapping[str, tuple[npt.NDArray[np.intp], Floats]]
 
     def values(self, key: str) -> Floats:
-        """Return all numbers of a key, [M], or an empty array."""
+        """Return all numbers of a metric, [M]. The array is empty if there are none."""
         return self.columns[key][1] if key in self.columns else np.empty(0)
 
     def last(self, key: str) -> float | None:
-        """Return the last number of a key, or None."""
+        """Return the last number of a metric, or None if there is none."""
         found = self.values(key)
         return float(found[-1]) if len(found) else None
 
     def series(self, key: str, axis: Axis = "step") -> Series:
-        """Return the curve of a key.
+        """Return the curve of a metric.
 
         Args:
             key: key of the metric.
-            axis: quantity of the x axis: "step", "tokens" (tokens seen), or "hours" (of training).
+            axis: quantity on the x axis: "step", "tokens" (tokens seen) or "hours" (of training).
         """
         if key not in self.columns:
             return Series(np.empty(0), np.empty(0))
@@ -105,8 +106,8 @@ class Metrics:
 
     @property
     def hours(self) -> Floats:
-        """Hours of training up to each line, [N]: the time for the steps and the time spent
-        waiting for saves.
+        """Hours of training up to each line, [N]. They include the time for the steps and the time
+        spent waiting for saves.
         """
         seconds = self._filled("seconds", 0.0) + self._filled("save_stall_seconds", 0.0)
         return np.cumsum(seconds) / 3600
@@ -154,18 +155,18 @@ def _gather(
     first: int,
     pieces: dict[str, list[tuple[npt.NDArray[np.intp], Floats]]],
 ) -> None:
-    """Append the numbers of several lines to columns.
+    """Append the numbers in several lines to the columns.
 
     Args:
         records: parsed lines.
         first: index of the first line in the file.
-        pieces: parts of each column, keyed by metric; changed in place.
+        pieces: parts of each column, keyed by metric; modified in place.
     """
     keys = set().union(*records) - {"step"}
     for key in sorted(keys):
         values = [record.get(key) for record in records]
         try:
-            # numpy converts None to NaN.
+            # numpy converts None to NaN here.
             numbers = np.array(values, dtype=np.float64)
         except (ValueError, TypeError, OverflowError):
             numbers = np.array([_number(value) for value in values])
@@ -183,8 +184,7 @@ def _number(value: object) -> float:
 
 def smoothed(series: Series) -> Series:
     """Return the exponential moving average of a curve. The half-life is 2 % of the number of
-    points, and the average is corrected for its initial bias as in Adam (Kingma and Ba 2015,
-    section 3).
+    points. The initial bias of the average is corrected as in Adam (Kingma and Ba 2015, section 3).
     """
     decay = 0.5 ** (1 / max(len(series) / 50, 1))
     average = 0.0
@@ -198,12 +198,12 @@ def smoothed(series: Series) -> Series:
 
 
 def thin(series: Series, buckets: int = 800) -> Series:
-    """Reduce a curve to at most 2 x `buckets` + 2 points. The result looks the same if a bucket is
-    about one pixel wide.
+    """Reduce a curve to at most 2 x `buckets` + 2 points. If a bucket is about one pixel wide, the
+    reduced curve looks the same.
 
-    The points are divided into buckets with equal numbers of points. The lowest and highest point
-    of each bucket are kept, as are the first and last point of the curve. A curve that does not
-    exceed this number of points is returned unchanged.
+    The points are divided into buckets with equal numbers of points. The lowest and highest points
+    of each bucket and the first and last points of the curve are kept. A curve that already has at
+    most 2 x `buckets` + 2 points is returned unchanged.
     """
     count = len(series)
     if count <= 2 * buckets + 2:
@@ -217,8 +217,8 @@ def thin(series: Series, buckets: int = 800) -> Series:
     return Series(series.x[chosen], series.y[chosen])
 
 
-#: Maximum size of a resolved recipe as a multiple of `MAX_RECIPE_BYTES`. A resolved recipe is
-#: larger than a recipe because it contains all keys.
+#: Maximum size of a resolved recipe as a multiple of `MAX_RECIPE_BYTES`. It is larger than the
+#: recipe that the user wrote because it contains all keys.
 _RESOLVED = 8
 
 
@@ -228,7 +228,7 @@ class RunRecord:
 
     Attributes:
         folder: the run folder.
-        metrics: metrics of the steps (metrics.jsonl).
+        metrics: numbers in metrics.jsonl.
         samples: lines of samples.jsonl.
         events: lines of events.jsonl.
         starts: lines of starts.jsonl.
@@ -268,15 +268,18 @@ class RunRecord:
 
     @property
     def what_happened(self) -> list[Mapping[str, Any]]:
-        """Events, resumptions and the decision about the run's length, sorted by step, without the
-        events in `left_out`.
+        """Events of the run to report, sorted by step, including resumptions and the decision about
+        the length of the run. Events that lack a value required to describe them are omitted (see
+        `left_out`).
         """
         found = [event for event in self._happened if _lacking(event) is None]
         return sorted(found, key=lambda event: event["step"])
 
     @property
     def left_out(self) -> list[str]:
-        """Messages about events that lack a value required to describe them in reports."""
+        """Messages about the events that are omitted from reports because they lack a value
+        required to describe them.
+        """
         return [
             f"{self.folder}: {event['event']!r} at step {event['step']:,} is left out: its record "
             f"has no {key}"
@@ -293,7 +296,8 @@ class RunRecord:
         return [*self.events, *resumed, *decisions(self.length)]
 
 
-#: Names and types of the values that reports need to describe an event, keyed by event name.
+#: Names and types of the values that are required to describe an event in a report, keyed by event
+#: name.
 _DESCRIBED_BY: Mapping[str, Mapping[str, tuple[type, ...]]] = {
     "rollback": {"to_step": (int,), "reason": (str,)},
     "out of memory": {"micro_batch_rows": (int,), "before": (int,)},
@@ -306,7 +310,7 @@ _DESCRIBED_BY: Mapping[str, Mapping[str, tuple[type, ...]]] = {
 
 
 def _lacking(event: Mapping[str, Any]) -> str | None:
-    """Return the first value of `_DESCRIBED_BY` that an event lacks, or None."""
+    """Return the name of the first value in `_DESCRIBED_BY` that an event lacks, or None."""
     kinds = _DESCRIBED_BY.get(event["event"], {})
     return next((key for key, kind in kinds.items() if type(event.get(key)) not in kind), None)
 
@@ -322,7 +326,7 @@ def _max_steps(
 
 def planned_length(folder: Path) -> tuple[int | None, float | None, int | None]:
     """Return (planned steps, planned minutes, step limit of a run with a time budget), without
-    reading the metrics. Each is None if it is unknown or does not apply to the run.
+    reading the metrics. Values that are unknown or do not apply to the run are None.
 
     Raises:
         CheckpointError: a file of the run folder is damaged.
@@ -334,8 +338,8 @@ def planned_length(folder: Path) -> tuple[int | None, float | None, int | None]:
 
 
 def read_run(folder: Path) -> RunRecord:
-    """Read a run folder. Missing files, which the run may not have written yet, are treated as
-    empty.
+    """Read a run folder. Missing files are treated as empty, because the run may not have written
+    them yet.
 
     Raises:
         CheckpointError: a file of the run folder is damaged.
@@ -364,10 +368,11 @@ def read_json_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def sound_json_lines(path: Path) -> tuple[list[dict[str, Any]], str | None]:
-    """Return (objects on all readable lines of a JSON Lines file, message about the first problem).
+    """Return (objects on all readable lines of a JSON Lines file, message about the first problem
+    or None).
 
-    The message is about an unreadable file or line, or None if there is no problem. An incomplete
-    last line, left by a killed process, is not a problem.
+    A problem is an unreadable file or a damaged line. An incomplete last line, left by a killed
+    process, is ignored.
     """
     lines = list(_lines(path))
     problem = next((str(line) for line in lines if isinstance(line, CheckpointError)), None)
@@ -406,8 +411,8 @@ def _record(line: bytes) -> dict[str, Any]:
     try:
         record = from_json(line)
     except ValueError:
-        # `json.loads` is slower than `from_json`, but it can read everything that `json.dumps` has
-        # written, such as lone surrogates.
+        # `json.loads` is slower than `from_json`, but it can read everything that `json.dumps` can
+        # write, including lone surrogates.
         record = json.loads(line.decode("utf-8-sig"))
     step = record.get("step") if isinstance(record, dict) else None
     if type(step) is not int or abs(step) > MAX_STEP:
@@ -424,7 +429,7 @@ def _read_lines(path: Path, *texts: str) -> list[dict[str, Any]]:
 
 
 def last_start(run_folder: Path) -> dict[str, Any]:
-    """Return the record of the run's last start or resumption, or {} if there is none.
+    """Return the record of the last start or resumption of a run, or {} if there is none.
 
     Raises:
         CheckpointError: see `read_json_lines`.
@@ -436,7 +441,7 @@ def require_run(folder: Path) -> None:
     """Raise an error if a path is not a run folder.
 
     Raises:
-        InputError: the path does not exist, is a file, or is some other folder.
+        InputError: the path does not exist, is a file, or is a folder that does not contain a run.
     """
     if not folder.exists():
         siblings = [p.name for p in folder.parent.iterdir()] if folder.parent.is_dir() else []
@@ -475,7 +480,7 @@ def _read_recipe(path: Path) -> tuple[Mapping[str, Any], str]:
 #: Maximum number in the file. A float can represent every integer up to this number.
 _MOST_STEPS = 2**53
 
-#: Keys of the file, with the types and the minimum value that are accepted.
+#: Keys of the file, with the accepted types and the minimum value of each.
 _LENGTH_KEYS: Sequence[tuple[str, tuple[type, ...], int]] = (
     ("max_minutes", (int, float), 0),
     ("predicted_steps", (int,), 1),
@@ -494,12 +499,12 @@ def read_length(run_folder: Path) -> dict[str, Any]:
 
         - "max_minutes": the time budget in minutes.
         - "predicted_steps": the number of steps predicted when the run started.
-        - "most_steps": the step limit in the recipe, if there is one.
+        - "most_steps": the maximum number of steps in the recipe, if there is one.
         - "seconds_used": the seconds of training so far.
-        - "max_steps": the number of steps of the run, once it is decided.
-        - "decided_at": the number of completed steps when it was decided.
-        - "replaced": pairs (earlier number of steps, number of completed steps when it was
-            replaced), if the number of steps was corrected.
+        - "max_steps": the number of steps in the run, once it has been decided.
+        - "decided_at": the number of completed steps when "max_steps" was decided.
+        - "replaced": if "max_steps" was corrected later, pairs (earlier value, number of completed
+          steps when it was replaced).
 
     Raises:
         CheckpointError: the file is damaged.
@@ -520,8 +525,8 @@ def read_length(run_folder: Path) -> dict[str, Any]:
 
 
 def _are_corrections(value: Any, decided_at: int) -> bool:
-    """Return True for a list of pairs (number of steps, completed steps), sorted by completed
-    steps.
+    """Return True if a value is a list of pairs (number of steps, completed steps) that is sorted
+    by completed steps.
     """
     if type(value) is not list:
         return False
@@ -536,8 +541,8 @@ def _are_corrections(value: Any, decided_at: int) -> bool:
 
 
 def decisions(length: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the decision about the number of steps and its corrections, as events of the run.
-    Return [] if the number of steps is not decided yet.
+    """Return events of the run for the decision about the number of steps and for each later
+    correction, or [] if the number of steps has not been decided yet.
 
     Args:
         length: result of `read_length`.
@@ -568,14 +573,14 @@ class LineFollower:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        # Keep the file open, so that a file that replaces it can't get the same inode number.
+        # Keep the file open, so that its inode number can't be reused by a file that replaces it.
         self._file: FileIO | None = None
         self._rest = b""
 
     def new(self) -> tuple[list[dict[str, Any]], bool]:
         """Return (objects written since the last call, True if the file was replaced).
 
-        If the file was replaced, the objects begin with the first line of the new file. Lines that
+        If the file was replaced, the result starts with the first line of the new file. Lines that
         are not JSON objects are omitted.
         """
         is_other = self._reopen()
@@ -591,8 +596,8 @@ class LineFollower:
             self._file = None
 
     def _reopen(self) -> bool:
-        """Open the file that is currently at the path. Return True if this file has replaced the
-        file that was open before.
+        """Open the file that is currently at the path. Return True if it is not the file that was
+        previously open.
         """
         try:
             now = os.stat(self._path)
@@ -623,7 +628,7 @@ def _object(line: bytes) -> dict[str, Any] | None:
 
 
 class StepFollower:
-    """Reads the steps in metrics.jsonl as they are written, each with its samples.
+    """Reads the steps in metrics.jsonl as they are written, and the sample texts of each step.
 
     Args:
         metrics, samples: paths of metrics.jsonl and samples.jsonl.

@@ -28,8 +28,7 @@ from firstlight.run_log.names import (
 )
 from firstlight.run_log.reader import sound_json_lines
 
-#: Files other than checkpoints that a run writes into its folder. A run can be resumed without
-#: them.
+#: Files other than checkpoints that a run writes to its folder. A run can be resumed without them.
 _DERIVED = (
     METRICS_NAME,
     SAMPLES_NAME,
@@ -45,8 +44,8 @@ _DERIVED = (
 
 
 def clear_file_names(folder: Path) -> Iterator[str]:
-    """Rename the folders, pipes and devices in a run folder that have the name of a file that a run
-    writes.
+    """Rename all folders, pipes and devices in a run folder whose names are needed for the files of
+    the run.
 
     Yields:
         A warning for each renamed path.
@@ -55,7 +54,7 @@ def clear_file_names(folder: Path) -> Iterator[str]:
         StorageError: a file system error.
     """
     for path in (folder / name for name in _DERIVED):
-        # Rename the path instead of deleting it, because the run did not create it.
+        # Rename the path instead of deleting it, because it was not created by the run.
         if path.exists() and not path.is_file():
             yield f"warning: {path} was not a file, and was renamed to {set_aside(path)}"
 
@@ -63,8 +62,8 @@ def clear_file_names(folder: Path) -> Iterator[str]:
 class JsonLines:
     """A file with one JSON object per line, to which a run appends.
 
-    Floats can be read back exactly. If a line can't be written completely, its written part is
-    removed, so the file always consists of complete lines.
+    Floats can be read back exactly. A line that could only be written partially is removed, so the
+    file always consists of complete lines.
 
     Args:
         path: the file, which is created if it does not exist.
@@ -88,7 +87,7 @@ class JsonLines:
             self._file.append(json_line(record).encode())
 
     def sync(self) -> None:
-        """Sync the lines to the disk."""
+        """Sync all appended lines to the disk."""
         with storage_errors(self._path):
             self._file.sync()
 
@@ -98,8 +97,8 @@ class JsonLines:
 
 
 def json_line(record: Mapping[str, Any]) -> str:
-    """Return a line of a log as UTF-8 text. A line with a lone surrogate, which UTF-8 can't encode,
-    is escaped to ASCII.
+    """Return a line of a log as a string that can be encoded as UTF-8. If the record contains a
+    lone surrogate, which UTF-8 can't represent, all non-ASCII characters are escaped.
     """
     line = json.dumps(record, ensure_ascii=False) + "\n"
     try:
@@ -110,26 +109,26 @@ def json_line(record: Mapping[str, Any]) -> str:
 
 
 def keep_until(path: Path, step: int, *, samples: bool = False) -> tuple[list[int], str | None]:
-    """Drop a log's damaged lines, and the lines after `step`, which the run will write again.
+    """Remove damaged lines from a log, and all lines after `step`, which the run will write again.
 
-    A damaged file, or a path that is not a file, is kept under another name. A link is replaced by
-    a file.
+    A damaged file, or anything at the path that is not a file, is kept under a different name. A
+    symbolic link is replaced with a file.
 
     Args:
         path: the log.
-        step: last step whose lines are kept.
-        samples: True for samples.jsonl, whose lines contain texts and in which a step may have
+        step: the last step whose lines are kept.
+        samples: True for samples.jsonl, where lines contain sample texts and a step can have
             several lines; False for a log with one line per step.
 
     Returns:
-        (steps of the kept lines; message about the damage with the new name of the damaged file, or
-        None if the file is not damaged).
+        (steps of the kept lines; message about the damage, which includes the new name of the
+        damaged file, or None if the file is not damaged).
 
     Raises:
         StorageError: a file system error.
     """
     if not path.exists():
-        # The path may be a broken link. Remove it, so that the log is not written to its target.
+        # Remove a broken symbolic link, so that the log is not written to its target.
         remove_file(path)
         return [], None
     records, problem = sound_json_lines(path)
@@ -148,17 +147,18 @@ def keep_until(path: Path, step: int, *, samples: bool = False) -> tuple[list[in
 
 
 def _rising(steps: Sequence[int], *, several: bool) -> list[int]:
-    """Return the indices of a longest increasing subsequence (patience sorting). A step that is too
-    large or too small because of damage is omitted, and the correct steps around it are kept.
+    """Return the indices of a longest increasing subsequence, found by patience sorting. In this
+    way, a step that is wrong because of damage is omitted, and the correct steps around it are
+    kept.
 
     Args:
         steps: steps of the lines, in file order.
-        several: True if a step may occur several times.
+        several: True if a step can occur several times.
     """
     find = bisect_right if several else bisect_left
-    # `ends` and `places` contain, for each length, the lowest last step of a subsequence of that
-    # length, and the index of that step. `before` contains, for each step, the index of its
-    # predecessor in the subsequence.
+    # Among all subsequences of a given length, consider the one with the lowest last step. For each
+    # length, `ends` contains this last step and `places` its index. `before` contains, for each
+    # step, the index of the preceding step in its subsequence.
     ends: list[int] = []
     places: list[int] = []
     before: list[int] = []
@@ -166,7 +166,8 @@ def _rising(steps: Sequence[int], *, several: bool) -> list[int]:
         # Find the longest subsequence that this step can continue. `ends` is sorted.
         length = find(ends, step)
         before.append(places[length - 1] if length else -1)
-        # If a step has two lines, keep the first, because later lines were added to the file.
+        # If a step has two lines, keep the first one, because the second one was added to the file
+        # later.
         if ends[length : length + 1] != [step]:
             ends[length : length + 1] = [step]
             places[length : length + 1] = [place]
@@ -178,8 +179,8 @@ def _rising(steps: Sequence[int], *, several: bool) -> list[int]:
 
 
 def missing_steps(steps: Iterable[int], first: int, last: int) -> str:
-    """Return the steps from `first` to `last` that do not have a line, such as "3, 7 to 9", or
-    "".
+    """Return the steps from `first` to `last` without a line as a string, such as "3, 7 to 9", or
+    "" if there are none.
     """
     gaps, expected = [], first
     for step in (*sorted(steps), last + 1):
@@ -190,20 +191,20 @@ def missing_steps(steps: Iterable[int], first: int, last: int) -> str:
 
 
 class RunLogs:
-    """Logs of a run, open for appending. The object is a context manager that closes them on exit.
+    """The logs of a run, open for appending. As a context manager, closes the logs on exit.
 
-    When a run is resumed, the lines of steps after the checkpoint are dropped. For each step, the
-    logs therefore contain either both its metrics and its samples, or neither.
+    When a run is resumed, all lines for steps after the checkpoint are dropped. The logs therefore
+    contain either both the metrics and the samples of a step, or neither.
 
     Args:
         folder: the run folder.
-        last_step: last step whose lines are kept; -1 drops all lines.
-        events: lines of events.jsonl, which replace those in the file. If there are none, the file
+        last_step: the last step whose lines are kept; -1 drops all lines.
+        events: lines with which to replace the content of events.jsonl. If there are none, the file
             is removed.
-        is_branch: True if the run branches off another run after `last_step` and does not have any
-            lines yet.
-        tell: called with a message for each file that has damaged or missing lines. Such lines do
-            not prevent the run from continuing.
+        is_branch: True if the run branches off from another run after `last_step`, so it does not
+            have any lines yet.
+        tell: function that is called with a message about each file with damaged or missing lines.
+            The run can continue despite such lines.
 
     Raises:
         StorageError: a file system error.
@@ -233,15 +234,15 @@ class RunLogs:
     def write_step(
         self, record: Mapping[str, Any], samples: Iterable[Mapping[str, Any]] = ()
     ) -> None:
-        """Append a step's metrics, and the sample texts generated after the step."""
+        """Append the metrics of a step, and the sample texts that were generated after it."""
         for sample in samples:
-            # Write the samples before the metrics, so that every step with metrics is complete.
+            # Write the samples first, so that a step with metrics is always complete.
             self._samples.write(sample)
         self._metrics.write(record)
 
     def write_events(self, events: Sequence[Mapping[str, Any]]) -> None:
-        """Replace the content of events.jsonl with these lines, or remove the file if there are
-        none.
+        """Replace the content of events.jsonl with the given lines. If there are none, remove the
+        file.
         """
         path = self._folder / EVENTS_NAME
         if events:
@@ -250,7 +251,7 @@ class RunLogs:
             remove_file(path)
 
     def drop_after(self, step: int) -> None:
-        """Drop the lines after a step, because the run will repeat the steps after it."""
+        """Drop all lines after a step, because the run will repeat the steps that follow it."""
         self._close()
         self._open(step)
 
@@ -279,8 +280,8 @@ class RunLogs:
             self._tell(f"warning: {problem}; the run continues without the damaged lines")
         if name != METRICS_NAME:
             return
-        # A run that branches off another run or continues another run's schedule has no lines for
-        # the steps before its start.
+        # A run that branches off from another run, or continues the schedule of another run, has no
+        # lines for the steps before its own start.
         starts, _ = sound_json_lines(self._folder / STARTS_NAME)
         begins = starts[0]["step"] if starts else last_step if self._is_branch else 0
         first = begins + 1 if starts or not steps else min(steps)
@@ -296,7 +297,7 @@ class RunLogs:
 
 
 class SilentLogs:
-    """Replacement for `RunLogs` in all processes but the main one. Its methods do nothing."""
+    """Replacement for `RunLogs` in all processes except the main one. Its methods do nothing."""
 
     def __enter__(self) -> SilentLogs:
         return self

@@ -1,11 +1,10 @@
-"""Tokenizers: load the common file formats, train a new tokenizer, and stream ids back to text.
+"""Load tokenizers in the common file formats, train new ones, and decode streams of token ids.
 
 Files of all formats are loaded as a `Tokenizer`, which wraps the `tokenizers` library. A tokenizer
 is always saved as `tokenizer.json` + `tokenizer_config.json`, which transformers can read.
 
-By default, all text is plain text: `<|endoftext|>` in a document is encoded as the ordinary tokens
-for these characters, never as the special token. Special tokens are also called control tokens in
-this package.
+By default, text is never parsed for special tokens: `<|endoftext|>` in a document is encoded as the
+ordinary tokens for these characters. Special tokens are also called control tokens in this package.
 """
 
 from __future__ import annotations
@@ -42,11 +41,11 @@ __all__ = [
     "train_tokenizer",
 ]
 
-#: Maximum number of characters in a pre-token whose merges are counted in training. The library's
-#: run time grows with the square of this length, so a genome on one line would take hours. The
-#: limit is not part of the tokenizer, because llama.cpp only supports known split patterns.
+#: Maximum length in characters of a pre-token during training. The run time of the library grows
+#: with the square of this length, so a genome on one line would take hours. The limit is not part
+#: of the trained tokenizer, because llama.cpp only supports known split patterns.
 _LONGEST_PIECE = 256
-#: Approximate number of characters that are passed to the library at a time.
+#: Approximate number of characters passed to the library at a time.
 _BATCH_CHARACTERS = 1 << 18
 
 
@@ -71,19 +70,20 @@ def train_tokenizer(
     pattern: str = GPT2_PATTERN,
     special_tokens: Sequence[str] = (END_OF_TEXT,),
 ) -> Tokenizer:
-    """Train a byte-level BPE tokenizer like GPT-2's (Sennrich et al. 2016, Radford et al. 2019).
+    """Train a byte-level BPE tokenizer, like that of GPT-2 (Sennrich et al. 2016, Radford et al.
+    2019).
 
     Args:
-        texts: the corpus, as texts of any length.
-        vocab_size: number of tokens, including special tokens and the 256 bytes. If the corpus has
-            too few pairs to merge, the tokenizer has fewer tokens.
-        pattern: regular expression that splits texts; merges never cross the boundaries of a match.
-            During training only, a match of more than 256 characters is split further, so no token
-            is longer.
-        special_tokens: special tokens, which get the ids 0, 1, ...; the first one is the eos token.
+        texts: the corpus, as strings of any length.
+        vocab_size: number of tokens, including special tokens and the 256 bytes. The tokenizer has
+            fewer tokens if the corpus contains too few pairs to merge.
+        pattern: regular expression that splits text into pre-tokens. Merges never cross the
+            boundaries of a match. During training only, a match of more than 256 characters is
+            split further, so no token is longer than that.
+        special_tokens: special tokens, which get the ids 0, 1, ... The first one is the eos token.
 
     Raises:
-        TokenizerError: `vocab_size` is too small, or the texts are empty.
+        TokenizerError: `vocab_size` is too small, or the corpus is empty.
         InputError: a text contains a lone surrogate, which is not a character.
     """
     require_vocab_size(vocab_size, len(special_tokens))
@@ -115,8 +115,8 @@ def train_tokenizer(
     _train(backend, trainer, batches())
     if seen == 0:
         raise TokenizerError("the corpus is empty: there is nothing to train a tokenizer on")
-    # Remove the limit after training. Encoding takes nearly linear time without it, and llama.cpp
-    # could not apply such a limit.
+    # Remove the limit on the length of pre-tokens after training. Encoding takes nearly linear time
+    # without it, and llama.cpp does not support it.
     backend.pre_tokenizer = byte_level_split(pattern)
     return Tokenizer(backend, eos_token=special_tokens[0] if special_tokens else None)
 
@@ -124,8 +124,8 @@ def train_tokenizer(
 def _train(
     backend: tokenizers.Tokenizer, trainer: trainers.BpeTrainer, batches: Iterator[list[str]]
 ) -> None:
-    """Train `backend` in another thread (see `in_thread`) on batches that are read in this thread,
-    so that reading a file or dataset can be interrupted.
+    """Train `backend` in another thread (see `in_thread`). The text is read in this thread, so that
+    reading a file or dataset can be interrupted.
     """
     waiting: queue.Queue[list[str] | None] = queue.Queue(1)
     stopped = threading.Event()
@@ -143,7 +143,8 @@ def _train(
                 with contextlib.suppress(queue.Full):
                     waiting.put(batch, timeout=1)
                     break
-            # The future is also done if the library has failed. The remaining texts are not needed.
+            # The future is done early if the library has failed. The remaining text is then not
+            # needed.
             if training.done():
                 break
     except BaseException:

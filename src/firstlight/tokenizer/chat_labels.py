@@ -1,12 +1,13 @@
-"""Encode conversations as tokens with a loss mask. In fine-tuning, the assistant's tokens are the
-labels.
+"""Encode conversations as tokens with a loss mask, which selects the assistant's tokens as labels
+for fine-tuning.
 
-A conversation is encoded as during inference: each special token of the template becomes its id,
-and each text between two special tokens is encoded in one call. Before the text is encoded, its
-characters are divided into labels and other characters. These characters are labels:
+A conversation is encoded in the same way as during inference: special tokens written by the
+template are converted to their ids, and each string between two special tokens is encoded in one
+call. Before encoding, each character of the rendered text is classified as a label or not. The
+following characters are labels:
 
     with {% generation %} blocks       The content of the blocks.
-    without blocks, for each answer    The text from `start` to `end`:
+    without blocks, for each answer    The characters from `start` to `end`:
                                        - `start`: the end of the prompt that the model would get
                                          during inference (the earlier messages and the generation
                                          prompt)
@@ -14,22 +15,24 @@ characters are divided into labels and other characters. These characters are la
                                          without the whitespace after its end token
 
 Without blocks, the prompt and the conversation up to the answer are rendered separately, and each
-of them should be a prefix of the full text. Some templates render an answer differently if more
-messages follow it. In that case, the answer is located in the full text by the positions of its
-texts (content, reasoning, names and arguments of calls). The generation prompt is searched for
-before the first of these texts. To find the end of the answer, the conversation up to the answer is
-rendered, and its end after the last of these texts is compared with the full text.
+of them should be a prefix of the full text. However, some templates render an answer differently if
+more messages follow it. In that case, the answer is located in the full text by the positions of
+its strings (content, reasoning, names and arguments of calls). The answer starts after the
+generation prompt, which is searched for before the first of these strings. To find where the answer
+ends, the conversation up to the answer is rendered, and the part after the last of these strings is
+compared with the full text.
 
-The positions of all texts are found by rendering the conversation again with marks around each
-text. If the marks of a text are missing, the template omits the text, which is then called lost.
+The positions of all strings are found by rendering the conversation again with marks around each
+string. If the marks of a string are missing from the result, the template omits the string, which
+is then called lost.
 
-If the generation prompt opens the reasoning (`<think>`) but the full text does not contain this
-tag, then `<think>`, the reasoning and `</think>` are inserted before the answer. During inference
-the prompt ends with `<think>`, so the model must learn to continue from this tag.
+Some templates end the generation prompt with `<think>`, but do not render the reasoning of the
+answers. The model must nevertheless learn to continue after this tag, so `<think>`, the reasoning
+and `</think>` are inserted before the answer.
 
-A token is a label if its first character is a label. If the template's last characters and the
-answer's first characters form one token, this token begins in the prompt and ends in the answer. It
-is not a label: during inference the prompt ends before this token, so the model can't generate it.
+A token is a label if its first character is a label. If the last characters of the prompt and the
+first characters of the answer form a single token, this token is not a label: during inference, its
+first characters are already part of the prompt, so the model can't generate it.
 """
 
 from __future__ import annotations
@@ -72,22 +75,23 @@ _NOT_FOUND = (
 )
 
 
-#: Choice of a conversation's labels: "assistant" for all messages of the assistant, "last" for only
-#: the last of these messages, "answers" for all of them without their reasoning, and "all" for all
-#: tokens.
+#: Tokens to use as labels: "assistant" for all messages of the assistant, "last" for only the last
+#: of them, "answers" for all of them without the reasoning, and "all" for all tokens.
 TrainOn = Literal["assistant", "last", "answers", "all"]
 
 
 @dataclass(frozen=True)
 class LabelledChat:
-    """A conversation as tokens with labels.
+    """A conversation encoded as tokens, with a loss mask.
 
     Attributes:
-        ids: token ids, identical to those of `Tokenizer.encode_chat` except for inserted reasoning.
+        ids: token ids, identical to the result of `Tokenizer.encode_chat` except for any inserted
+            reasoning.
         loss_mask: True for each id that is a label.
-        text_bytes: number of UTF-8 bytes in the labels' text, without special tokens.
-        torn: number of answers whose first token already begins in the prompt.
-        lost: texts that the template omits, as (key of `LOST`, message).
+        text_bytes: size of the text of all labels in UTF-8 bytes, without special tokens.
+        torn: number of answers whose first characters are part of a token that begins in the
+            prompt.
+        lost: strings that the template omits, as (key of `LOST`, message).
     """
 
     ids: list[int]
@@ -108,14 +112,14 @@ _NO_THOUGHTS = re.compile(r"\s*<([\w:]*think[\w:]*)>\s*</\1>\s*")
 
 @dataclass
 class _Text:
-    """A text in a conversation.
+    """A string in a conversation.
 
     Attributes:
-        message: index of the text's message; -1 for the tools.
-        reason: key of `LOST` that applies if the template omits the text.
-        text: the text without surrounding whitespace.
-        marks: the two characters around the text in the marked messages.
-        place: (start, end) of the text in the rendered text, or None if the template omits it.
+        message: index of the message that contains the string; -1 for the tools.
+        reason: key of `LOST` that applies if the template omits the string.
+        text: the string without surrounding whitespace.
+        marks: the two characters that surround the string in the marked messages.
+        place: (start, end) of the string in the rendered text, or None if the template omits it.
     """
 
     message: int
@@ -127,18 +131,18 @@ class _Text:
 
 @dataclass
 class _Marker:
-    """Adds marks around the texts of a conversation.
+    """Adds marks around the strings of a conversation.
 
     Attributes:
-        free: characters to use as marks, which do not occur anywhere else.
-        texts: the texts that have been marked.
+        free: unused characters that are available as marks.
+        texts: the strings that have been marked so far.
     """
 
     free: Iterator[str]
     texts: list[_Text] = field(default_factory=list)
 
     def messages(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """Return a copy of the messages with marks around their texts."""
+        """Return a copy of the messages with marks around their strings."""
         marked = []
         for number, message in enumerate(messages):
             copy = dict(message)
@@ -174,7 +178,7 @@ class _Marker:
         return marked
 
     def _values(self, value: Any, message: int, reason: str) -> Any:
-        """Return a copy of JSON data with marks around its texts."""
+        """Return a copy of JSON data with marks around its strings."""
         if isinstance(value, str):
             return self._marked(value, message, reason)
         if isinstance(value, list):
@@ -192,12 +196,13 @@ class _Marker:
         return text.replace(core, f"{before}{core}{after}", 1)
 
     def locate(self, text: str, marked: str | None) -> None:
-        """Set the positions of the texts.
+        """Set the positions of all strings in the rendered text.
 
         Args:
             text: the rendered text.
-            marked: text rendered from the marked messages, or None if the template rejects them. If
-                it differs from `text` in more than the marks, the texts are searched for in order.
+            marked: the text rendered from the marked messages, or None if the template rejects
+                them. If it differs from `text` in more than the marks, `text` is searched for the
+                strings in order.
         """
         marks = {mark for one in self.texts for mark in one.marks}
         places: dict[str, int] = {}
@@ -224,12 +229,13 @@ class _Marker:
 
 @dataclass
 class _Span:
-    """Position of an answer's labels.
+    """Position of the labels of an answer.
 
     Attributes:
-        message: index of the answer's message.
-        start, end: range of the labels' characters in the rendered text.
-        opened: text that the generation prompt adds before `start`, such as "<think>".
+        message: index of the message that contains the answer.
+        start, end: range of characters in the rendered text that are labels.
+        opened: text that the generation prompt contains before `start` but the rendered text does
+            not, such as "<think>".
     """
 
     message: int
@@ -243,9 +249,9 @@ class _Rendered:
     """A rendered conversation.
 
     Attributes:
-        messages, variables: input of the template.
-        probe: the same input with marks around all texts.
-        texts: texts of the conversation, with their positions in `text`.
+        messages, variables: input to the template.
+        probe: the same input with marks around all strings.
+        texts: strings of the conversation, with their positions in `text`.
         pattern: pattern that matches special tokens and the marks around their names.
         text: the rendered text.
     """
@@ -262,12 +268,12 @@ class _Rendered:
         return render(template, self.probe[0][: index + 1], self.probe[1])
 
     def unmarked(self, text: str) -> str:
-        """Remove the marks of `probe` from a text."""
+        """Remove the marks of `probe` from rendered text."""
         return text.translate({ord(mark): None for one in self.texts for mark in one.marks})
 
 
 class ChatEncoder:
-    """Encodes conversations as ids with a loss mask.
+    """Encodes conversations as token ids with a loss mask.
 
     Args:
         tokenizer: a tokenizer with a chat template.
@@ -282,8 +288,8 @@ class ChatEncoder:
         self._tokenizer, self._template = tokenizer, tokenizer.chat_template
         self._variables = tokenizer.named_tokens
         self._special = tokenizer.special_tokens
-        # Remove the post-processor, because it trims offsets. For example, it would change the
-        # offsets of " a" to those of "a".
+        # Remove the post-processor, because it may trim whitespace from the offsets of tokens. For
+        # example, the offsets of " a" would be changed to those of "a".
         state = json.loads(tokenizer.backend.to_str())
         self._plain = Tokenizer(
             tokenizers.Tokenizer.from_str(json.dumps({**state, "post_processor": None}))
@@ -305,9 +311,10 @@ class ChatEncoder:
         Args:
             messages: objects whose `role` and `content` are strings; tool calls and reasoning are
                 in the format returned by `messages.normalize_message`.
-            options: additional variables of the template, as plain JSON, such as `tools`.
+            options: additional variables for the template, such as `tools`, as plain JSON.
             masked: indices of assistant messages that are excluded from the loss.
-            train_on: choice of labels; "all" means all tokens except those in masked messages.
+            train_on: tokens to use as labels; "all" means all tokens except those in masked
+                messages.
 
         Raises:
             InputError: the messages are not such objects, or the template rejects them.
@@ -320,8 +327,8 @@ class ChatEncoder:
         except TokenizerError:
             if self._text_arguments or not any(one.get("tool_calls") for one in plain):
                 raise
-        # Some templates, such as DeepSeek's, expect the arguments of calls as text and output it
-        # unchanged.
+        # Some templates, such as DeepSeek's, expect the arguments of calls as a string, which they
+        # output unchanged.
         self._text_arguments = True
         try:
             return self._labelled(plain, options, masked, train_on)
@@ -331,8 +338,8 @@ class ChatEncoder:
 
     def prompt_warning(self) -> str | None:
         """Return a warning if the template's `{% generation %}` blocks do not begin where the
-        generation prompt ends, otherwise None. This happens if the prompt opens the reasoning, but
-        the rendered answers do not contain any.
+        generation prompt ends, otherwise None. This happens if the prompt ends with a tag that
+        opens the reasoning, but the answers are rendered without reasoning.
         """
         prompt = self._generation_prompt(self._variables)
         if not self._has_blocks or not _OPENED.search(prompt):
@@ -369,8 +376,8 @@ class ChatEncoder:
         learned = set(answers[-1:] if train_on == "last" else answers) - masked
         is_partly_learned = train_on != "all" or bool(masked)
         # Render the prompt of each answer and the conversation up to each answer in the same call
-        # as the full conversation. This saves most of the time if the template runs in a child
-        # process.
+        # as the full conversation. If the template runs in a child process, this is much faster
+        # than separate calls.
         beginnings: list[tuple[int, bool]] = []
         if is_partly_learned and not self._has_blocks:
             beginnings = [(i, True) for i in answers] + [(i + 1, False) for i in answers]
@@ -388,8 +395,9 @@ class ChatEncoder:
             start = _after_thoughts(chat, span) if train_on == "answers" else span.start
             flags[start : span.end] = bytes([span.message in learned]) * (span.end - start)
         for one in chat.texts:
-            # Texts of other messages are not labels, even if they are inside the turn of an answer.
-            # For example, Gemma 4's template writes tool results into the turn of the tool call.
+            # Strings from other messages are not labels, even if they are inside the turn of an
+            # answer. For example, Gemma 4's template writes the result of a tool call into the same
+            # turn as the call.
             if one.place and one.message not in answers and not self._has_blocks:
                 start, end = one.place
                 flags[start:end] = bytes([train_on == "all"]) * (end - start)
@@ -402,24 +410,25 @@ class ChatEncoder:
                 lost.setdefault((one.message, one.reason), one)
         return self._encoded(chat.text, flags, pattern, tuple(map(_described, lost.values())))
 
-    # Labels as characters of the rendered text
+    # Find the characters of the rendered text that are labels
 
     def _spans(self, chat: _Rendered, answers: list[int], lengths: list[int | None]) -> list[_Span]:
-        """Return the labels of each answer for a template without blocks, in text order.
+        """Return the position of the labels of each answer, in text order, for a template without
+        `{% generation %}` blocks.
 
         Args:
             chat: the rendered conversation.
             answers: indices of the assistant messages.
-            lengths: length in characters of the prompt of each answer, followed by the length of
-                the conversation up to each answer. A length is None if the rendered text does not
-                begin with that prompt or conversation.
+            lengths: lengths in characters: first that of each answer's prompt, then that of the
+                conversation through each answer. A length is None if the rendered text does not
+                begin with this prompt or conversation.
         """
         spans = []
         prompts, wholes = lengths[: len(answers)], lengths[len(answers) :]
         for index, prompt, whole in zip(answers, prompts, wholes, strict=True):
             own = [one for one in chat.texts if one.message == index and one.place]
             own.sort(key=lambda one: one.place or (0, 0))
-            if not own:  # The template omits the answer; see `LabelledChat.lost`.
+            if not own:  # The template omits the answer, which is reported in `LabelledChat.lost`.
                 continue
             span = self._start(chat, own[0]) if prompt is None else _Span(index, prompt, 0)
             if whole is None:
@@ -433,12 +442,12 @@ class ChatEncoder:
         return spans
 
     def _start(self, chat: _Rendered, first: _Text) -> _Span:
-        """Locate the start of an answer's labels if the text does not begin with the answer's
-        prompt.
+        """Locate the start of an answer's labels in case the rendered text does not begin with the
+        answer's prompt.
 
         Args:
             chat: the rendered conversation.
-            first: first text of the answer.
+            first: first string of the answer.
         """
         text, index = chat.text, first.message
         assert first.place is not None
@@ -452,8 +461,8 @@ class ChatEncoder:
         for header in filter(None, headers):
             if (at := text.rfind(header, before, start)) >= 0:
                 return _Span(index, at + len(header), 0, opened=prompt[len(header) :])
-        # Find the text that the template writes between the prompt and the answer if the answer is
-        # the last message.
+        # Find out what the template writes between the prompt and the answer when the answer is the
+        # last message.
         with contextlib.suppress(InputError, TokenizerError):
             history = chat.messages[:index]
             whole = render(self._template, history, chat.variables, add_generation_prompt=True)
@@ -483,23 +492,23 @@ class ChatEncoder:
         return self._prompts[key]
 
     def _end(self, pattern: re.Pattern[str], text: str, start: int, whole: int) -> int:
-        """Return the end of an answer's turn, given that the text of the conversation up to the
-        answer ends at `whole`.
+        """Return the end of an answer's turn. The conversation up to the answer ends at `whole` in
+        the rendered text.
         """
         specials = [m for m in pattern.finditer(text, start, whole) if m["special"]]
         if specials and not text[specials[-1].end() : whole].strip():
             return specials[-1].end()
         if (eos := self._tokenizer.eos_token) and text.startswith(eos, whole):
-            return whole + len(eos)  # The template ends a turn only when the next one begins.
+            return whole + len(eos)  # The end of a turn is only written when the next one begins.
         return whole
 
     def _end_as_alone(self, chat: _Rendered, last: _Text) -> int:
-        """Locate the end of an answer's turn if the text does not begin with the conversation up to
-        the answer.
+        """Locate the end of an answer's turn in case the rendered text does not begin with the
+        conversation up to the answer.
 
         Args:
             chat: the rendered conversation.
-            last: last text of the answer.
+            last: last string of the answer.
         """
         assert last.place is not None
         text, end = chat.text, last.place[1]
@@ -510,8 +519,8 @@ class ChatEncoder:
         specials = [m for m in chat.pattern.finditer(closing) if m["special"]]
         if closing and not specials:
             return self._end(chat.pattern, text, end, end)
-        # Do not compare the final token. In gpt-oss's template, the last answer of a conversation
-        # ends with a different token than earlier answers.
+        # Do not compare the final token, because in gpt-oss's template the last answer of a
+        # conversation ends with a different token than earlier answers.
         before = closing[: specials[-1].start()] if specials else ""
         if text.startswith(before, end):
             end += len(before)
@@ -521,7 +530,7 @@ class ChatEncoder:
         return match.end()
 
     def _blocks(self, chat: _Rendered, answers: list[int]) -> list[_Span]:
-        """Return the labels given by the template's `{% generation %}` blocks."""
+        """Return the labels specified by the template's `{% generation %}` blocks."""
         free = free_characters([*chat.messages, dict(chat.variables)], self._template)
         before, after = next(free), next(free)
         marked = render(
@@ -574,7 +583,7 @@ class ChatEncoder:
 
 
 def _after_thoughts(chat: _Rendered, span: _Span) -> int:
-    """Return the start of an answer's labels if its reasoning is excluded."""
+    """Return the position at which the labels of an answer start if its reasoning is excluded."""
     first = span.end
     for one in chat.texts:
         if one.message == span.message and one.place and span.start <= one.place[0] < span.end:
@@ -589,8 +598,8 @@ def _after_thoughts(chat: _Rendered, span: _Span) -> int:
 
 
 def _insert_thoughts(chat: _Rendered, flags: bytearray, span: _Span, *, is_learned: bool) -> None:
-    """Insert an answer's reasoning at the position where the generation prompt opens it. Update the
-    text and the flags of its characters.
+    """Insert an answer's reasoning after the tag with which the generation prompt opens the
+    reasoning. Update the text and the flags of its characters.
     """
     tag = _OPENED.search(span.opened)
     assert tag is not None
@@ -607,15 +616,15 @@ def _insert_thoughts(chat: _Rendered, flags: bytearray, span: _Span, *, is_learn
 
 
 def _described(one: _Text) -> tuple[str, str]:
-    """Return (key of `LOST`, message) for a text that the template omits."""
+    """Return (key of `LOST`, message) for a string that the template omits."""
     where = f" (message {one.message + 1})" if one.message >= 0 else ""
     excerpt = " ".join(one.text[:60].split())
     return one.reason, f"the chat template omits {LOST[one.reason]}{where}: '{excerpt}'"
 
 
-#: Pattern of special tokens in all known templates. It is searched for only in the output of a
-#: template that the user names. Templates that come with a tokenizer are exempt, because some
-#: models were trained on such names as plain text.
+#: Pattern for the special tokens of all known templates. It is only used to check a template that
+#: the user specifies. A template that comes with a tokenizer is not checked, because some models
+#: were trained on the names of special tokens as plain text.
 _CONTROL_TOKEN = re.compile(r"<\|[^<>|\s]{1,64}\|>|<(?:start|end)_of_\w{1,32}>")
 
 _CONVERSATION = [{"role": "user", "content": "1"}, {"role": "assistant", "content": "2"}]
@@ -635,7 +644,7 @@ def with_chat_template(
 
     Raises:
         InputError: the template does not exist.
-        TokenizerError: the template does not compile, or writes special tokens that the tokenizer
+        TokenizerError: the template does not compile or writes special tokens that the tokenizer
             lacks; or `template` is None and the tokenizer has no template.
     """
     if template is None:
@@ -676,8 +685,8 @@ def with_chat_template(
 
 
 def _try_out(tokenizer: Tokenizer) -> str:
-    """Render a short conversation. Return "" if the template rejects it because it supports only
-    other kinds of conversations.
+    """Render a short conversation. Return "" if the template rejects it, because some templates
+    only support other kinds of conversations.
 
     Raises:
         TokenizerError: the template fails.
@@ -694,16 +703,16 @@ def turn_end_ids(tokenizer: Tokenizer) -> tuple[int, ...]:
     is no template, or if turns end with plain text.
 
     Generation must stop at this token even if it is not one of the model's eos tokens. For example,
-    `<|im_end|>` in a template that was added later is not an eos token, so the model would
+    `<|im_end|>` is not an eos token if the template was added to the model later. The model would
     otherwise continue with more turns.
     """
     if tokenizer.chat_template is None:
         return ()
     question, again = {"role": "user", "content": "1"}, {"role": "user", "content": "2"}
-    for more in ([], [again]):  # Some templates end a turn only when another one begins.
+    for more in ([], [again]):  # Some templates only end a turn when another begins.
         try:
-            # The two answers have no character in common, so any common ending comes after the
-            # answer.
+            # The two answers have no characters in common, so any common ending of the two texts is
+            # the end of the turn.
             one, other = (
                 tokenizer.encode_chat([question, {"role": "assistant", "content": text}, *more])
                 for text in ("3", "4")
@@ -717,7 +726,7 @@ def turn_end_ids(tokenizer: Tokenizer) -> tuple[int, ...]:
         after = same[::-1]
         for place, token_id in enumerate(after):
             if token_id in tokenizer.special_token_ids:
-                # If text such as "USER:" comes first, that text ends the turn.
+                # If ordinary text such as "USER:" comes first, the turn ends with this text.
                 return () if tokenizer.decode(after[:place]).strip() else (token_id,)
     return ()
 

@@ -1,11 +1,11 @@
-"""Chat templates, which render a conversation as the text that a model is trained on.
+"""Render conversations with chat templates, as the text that a model is trained on.
 
-A template is written in Jinja, in the dialect of Hugging Face's chat templates. Because it often
-comes with a downloaded model, it is treated as an untrusted program: it gets only plain JSON data
-and runs in Jinja's sandbox, where it can neither modify the data nor reach Python objects through
-it. Every template that is not built in is rendered in a child process with limited time and memory
-(see `files.limits`). Without limits, nested loops, repeatedly doubled strings and recursive macros
-could use unlimited amounts of both.
+Templates are written in Jinja, in the dialect of Hugging Face's chat templates. They often come
+with downloaded models, so they are treated as untrusted programs: a template gets only plain JSON
+data and runs in Jinja's sandbox, where it can neither modify the data nor use it to reach Python
+objects. All templates except the built-in ones are rendered in a child process with limited time
+and memory (see `files.limits`), because nested loops, repeatedly doubled strings and recursive
+macros could otherwise use unlimited amounts of both.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from firstlight.files.atomic import plain_lines, read_file
 from firstlight.files.limits import LimitedProcess, LimitExceededError
 from firstlight.tokenizer.parts import MAX_TEMPLATE_BYTES
 
-#: Special tokens, besides bos and eos, that each built-in template writes. The templates are stored
-#: in the files templates/NAME.jinja:
+#: Special tokens, other than bos and eos, that each built-in template writes. The templates are
+#: stored in the files templates/NAME.jinja:
 #:
 #:     chatml    OpenAI's ChatML, without a bos before the first turn
 #:     hermes    ChatML with tools, as in Hermes 2 Pro and Qwen 2.5; same as chatml without tools
@@ -60,20 +60,20 @@ CHAT_TEMPLATES = {
 
 #: Maximum number of characters in a template, and in a rendered conversation.
 _MAX_TEMPLATE_CHARS, _MAX_CHARS = 1_000_000, 10_000_000
-#: Limits of the child process: CPU time per rendering in seconds (a conversation of a million words
-#: takes 0.1 seconds), and memory in bytes.
+#: Limits of the child process: CPU time in seconds for rendering a conversation (a conversation of
+#: a million words takes 0.1 seconds), and memory in bytes.
 _SECONDS, _MEMORY = 1.0, 200 << 20
 
 
 def required_tokens(name: str) -> tuple[str, ...]:
-    """Return the special tokens, besides bos and eos, that the built-in template `name` writes."""
+    """Return the special tokens that the built-in template `name` writes, except bos and eos."""
     return _REQUIRED_TOKENS[name]
 
 
 def find_template(name: str) -> tuple[str, tuple[str, ...]]:
-    """Return (template, special tokens that the template is known to write) for the name of a
-    built-in template or the path of a file. For a file, the special tokens are unknown and the
-    tuple is empty.
+    """Read a template, specified by the name of a built-in template or the path of a file. Return
+    (template, special tokens that it is known to write). For a file, the special tokens are unknown
+    and the tuple is empty.
 
     Raises:
         InputError: the name is neither a built-in template nor a file, or the file can't be read.
@@ -96,13 +96,13 @@ def render_chat(
     *,
     add_generation_prompt: bool = False,
 ) -> str:
-    """Render a conversation as text, like `apply_chat_template` in transformers.
+    """Render a conversation as a string, like `apply_chat_template` in transformers.
 
     Args:
         template: the template, in Jinja.
-        messages: objects whose `role` and `content` are strings. Additional entries must be plain
-            JSON; the template may use them.
-        variables: additional variables of the template, such as `bos_token`.
+        messages: objects whose `role` and `content` are strings. They can have additional entries
+            of plain JSON, which the template may use.
+        variables: additional variables for the template, such as `bos_token`.
         add_generation_prompt: True to end the text with the beginning of the assistant's next turn.
 
     Raises:
@@ -117,7 +117,7 @@ def check_template(template: str) -> None:
     """Raise an error if a template doesn't compile.
 
     Raises:
-        TokenizerError: the template is too long, or invalid Jinja; the message names the line.
+        TokenizerError: the template is too long or is not valid Jinja. The message names the line.
     """
     _within_limits({"template": template}, 1)
 
@@ -130,13 +130,13 @@ def render(
     add_generation_prompt: bool = False,
     generation_marks: tuple[str, str] = ("", ""),
 ) -> str:
-    """Render a conversation as text; see `render_chat`.
+    """Render a conversation as a string, like `render_chat`.
 
     Args:
         template, variables, add_generation_prompt: see `render_chat`.
         messages: the messages, as returned by `plain_messages`.
-        generation_marks: texts to write before and after the content of a `{% generation %}` block.
-            The first text is written twice, and the message's number is written in between if it
+        generation_marks: two strings to write before and after the content of each generation
+            block. The first one is written twice, with the number of the message in between if it
             is known.
 
     Raises:
@@ -153,20 +153,21 @@ def render_with_beginnings(
     beginnings: Sequence[tuple[int, bool]],
     probe: tuple[list[dict[str, Any]], Mapping[str, Any]] | None = None,
 ) -> tuple[str, list[int | None], str | None]:
-    """Render a conversation, and determine the length of the text of each of its beginnings.
+    """Render a conversation, and also determine the lengths of several beginnings of the
+    conversation when rendered on their own.
 
     Args:
         template: the template, in Jinja.
         messages: the messages, as returned by `plain_messages`.
-        variables: additional variables of the template.
-        beginnings: pairs (number of messages, True to add the beginning of the assistant's next
-            turn).
+        variables: additional variables for the template.
+        beginnings: the beginnings of the conversation, as pairs (number of messages, True to add
+            the beginning of the assistant's next turn).
         probe: different messages and variables to render in the same call.
 
     Returns:
-        (text, lengths, text of `probe`). The lengths are the numbers of characters in the
-        beginnings; a length is None if the text does not start with that beginning or the template
-        rejects that beginning. The text of `probe` is None if the template rejects it.
+        (text, lengths, text of `probe`). The lengths are the numbers of characters of the rendered
+        beginnings. A length is None if the template rejects the beginning, or if the full text does
+        not start with it. The text of `probe` is None if the template rejects it.
 
     Raises:
         InputError, TokenizerError: see `render_chat`.
@@ -183,9 +184,8 @@ def render_with_beginnings(
 
 
 class _Child(threading.local):
-    """Child process for rendering templates that are not built in. It is started for the first such
-    template. Each thread has a separate process, so that a slow template does not block other
-    threads.
+    """Child process for rendering templates that are not built in. It is started on first use. Each
+    thread has its own process, so that a slow template does not block other threads.
     """
 
     def __init__(self) -> None:
@@ -201,7 +201,8 @@ def _within_limits(request: dict[str, Any], renderings: int) -> Any:
 
     Args:
         request: see `_rendered`.
-        renderings: number of renderings, each of which may take `_SECONDS`.
+        renderings: number of times that the template is rendered, each of which can take up to
+            `_SECONDS`.
     """
     template = request["template"]
     if len(template) > _MAX_TEMPLATE_CHARS:
@@ -230,12 +231,12 @@ def chat_pieces(
     continue_final_message: bool = False,
     options: Mapping[str, Any] = MappingProxyType({}),
 ) -> Iterator[tuple[str, bool]]:
-    """Yield the text of `render_chat` in parts, as (text, True if it is a special token).
+    """Render a conversation in parts. Yield (text, True if the text is a special token).
 
-    Only the template's own text can contain special tokens; the same characters in a message are
-    plain text. While the template runs, the name of a special token in a message is surrounded by
-    marks. The template can therefore find such a name with `in` or `split`, but not with
-    `startswith` or `endswith`.
+    Only the template itself can write special tokens; the same characters in a message are plain
+    text. While the template runs, any name of a special token in a message is surrounded by marks.
+    The template can therefore find such a name with `in` or `split`, but not with `startswith` or
+    `endswith`.
 
     Args:
         template, messages, variables, add_generation_prompt: see `render_chat`.
@@ -263,13 +264,14 @@ _NOT_CONTINUED = (
     "continue_final_message needs a last message with a text that the chat template writes "
     "unchanged: remove continue_final_message, or end with such a message"
 )
-#: Text that is added to the content of a message to continue. The rendered text is cut at this tag.
-#: As in transformers, the tag ends with a space, to detect whether the template strips the content.
+#: Tag that is added to the content of the message that is to be continued. The rendered text is
+#: truncated at this tag. As in transformers, the tag ends with a space, to detect whether the
+#: template strips the content.
 _END_TAG = "\uf8ffend of the message\uf8ff "
 
 
 def _with_end_tag(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a message whose content ends with `_END_TAG`.
+    """Return a copy of a message with `_END_TAG` at the end of its content.
 
     Raises:
         InputError: the message has no text.
@@ -281,7 +283,7 @@ def _with_end_tag(message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _until_end_tag(text: str) -> str:
-    """Return a conversation's text up to `_END_TAG`.
+    """Return the text of a conversation up to `_END_TAG`.
 
     Raises:
         InputError: the template did not write the tag exactly once.
@@ -295,10 +297,10 @@ def _until_end_tag(text: str) -> str:
 def flagged_pieces(
     text: str, flags: bytearray, pattern: re.Pattern[str]
 ) -> Iterator[tuple[str, bytearray, bool]]:
-    """Split a rendered text into its special tokens and the texts between them.
+    """Split rendered text into special tokens and the parts between them.
 
     Args:
-        text: rendered text of marked messages (see `protected`).
+        text: text rendered from marked messages (see `protected`).
         flags: one byte per character of `text`, with any meaning.
         pattern: the pattern returned by `protected`.
 
@@ -325,8 +327,8 @@ def flagged_pieces(
 
 
 def plain_messages(messages: object) -> list[dict[str, Any]]:
-    """Return a copy of `messages` as plain JSON data without entries that are None. Only a message
-    that calls tools may have None as its content.
+    """Return a copy of `messages` as plain JSON data, without entries that are None. The content
+    may be None only if the message calls tools.
 
     Raises:
         InputError: the messages are not a list of objects whose `role` and `content` are strings,
@@ -346,7 +348,7 @@ def plain_messages(messages: object) -> list[dict[str, Any]]:
             if not isinstance(message.get(name), str) and not is_call:
                 raise InputError(f"messages[{number}].{name} must be a string")
         try:
-            # The template gets a copy made from JSON, because an object could have dangerous
+            # Give the template a copy made from JSON, because other objects could have dangerous
             # methods.
             own = {k: v for k, v in message.items() if v is not None or k == "content"}
             copy = json.loads(json.dumps(own))
@@ -366,8 +368,9 @@ def _described(messages: object) -> str:
 
 
 def free_characters(messages: Sequence[Mapping[str, Any]], template: str) -> Iterator[str]:
-    """Yield the characters of Unicode's private use area that occur neither in the messages nor in
-    the template, in ascending order."""
+    """Yield all characters of Unicode's private use area that occur neither in the messages nor in
+    the template, in ascending order.
+    """
     used = set(template).union(json.dumps(messages, ensure_ascii=False))
     return (chr(code) for code in range(0xF0000, 0xFFFFE) if chr(code) not in used)
 
@@ -375,8 +378,8 @@ def free_characters(messages: Sequence[Mapping[str, Any]], template: str) -> Ite
 def protected(
     messages: list[dict[str, Any]], tokens: Sequence[str], template: str
 ) -> tuple[list[dict[str, Any]], re.Pattern[str]]:
-    """Mark the names of special tokens in messages as plain text, with one character before and one
-    after each name.
+    """Mark the names of special tokens that occur in messages as plain text. Each name is
+    surrounded by two marks, each a single character.
 
     Args:
         messages: the messages, as returned by `plain_messages`.
@@ -384,10 +387,10 @@ def protected(
         template: the chat template.
 
     Returns:
-        (marked messages, pattern). The pattern is for the text that the template renders from the
-        marked messages. It matches special tokens that the template wrote (group "special"), marked
-        names (group "text"), and single marks that the template has separated from their name
-        (neither group).
+        (marked messages, pattern). The pattern is applied to the text that the template renders
+        from the marked messages. It matches special tokens written by the template (group
+        "special"), marked names (group "text"), and single marks that the template has separated
+        from their names (neither group).
     """
     free = free_characters(messages, template)
     before, after = next(free), next(free)
@@ -409,7 +412,8 @@ def protected(
     return [mark(message) for message in messages], re.compile(pattern)
 
 
-# Rendering: in this process for built-in templates, in the child process for all others
+# The following functions run in this process for built-in templates, and in the child process for
+# all others
 
 
 def renderer() -> Callable[[dict[str, Any]], Any]:
@@ -419,8 +423,8 @@ def renderer() -> Callable[[dict[str, Any]], Any]:
 
 
 def _rendered(request: dict[str, Any]) -> Any:
-    """Return the result of `render_with_beginnings` with the arguments in `request`. If the request
-    contains only a template, just compile it and return None.
+    """Return the result of `render_with_beginnings` for the arguments in `request`. If the request
+    contains only a template, compile it without rendering it and return None.
     """
     template = _compiled(request["template"])
     if "messages" not in request:
@@ -433,7 +437,7 @@ def _rendered(request: dict[str, Any]) -> Any:
         is_whole = count == len(messages) and not add_generation_prompt
         try:
             part = text if is_whole else _text(template, messages[:count], options)
-        except (InputError, TokenizerError):  # The template rejects an incomplete conversation.
+        except (InputError, TokenizerError):  # The template may reject an incomplete conversation.
             lengths.append(None)
         else:
             lengths.append(len(part) if text.startswith(part) else None)
@@ -448,8 +452,8 @@ def _rendered(request: dict[str, Any]) -> Any:
 def _text(
     template: jinja2.Template, messages: list[dict[str, Any]], variables: Mapping[str, Any]
 ) -> str:
-    # Define these variables, because templates test `tools is not none`, which is true for an
-    # undefined variable.
+    # Define these variables even if they are not used, because templates test `tools is not none`,
+    # which is true for an undefined variable.
     values = {"tools": None, "documents": None, _MARKS: ("", ""), **variables}
     values |= {"messages": messages, _MESSAGES: messages}
     pieces: list[str] = []
@@ -491,15 +495,15 @@ def _compiled(template: str) -> jinja2.Template:
 
 
 def _one_line(text: Any) -> str:
-    """Shorten text from a template for use in a message: at most 300 characters on one line,
-    without control characters, which a terminal could interpret as commands.
+    """Shorten text from a template for use in a message. The result has at most 300 characters on
+    one line, and no control characters, which a terminal could interpret as commands.
     """
     words = "".join(c if c.isprintable() else " " for c in str(text)[:1000]).split()
     return " ".join(words)[:300]
 
 
-#: Names of the variables for the marks of `{% generation %}` blocks and for all messages. The names
-#: contain a space so that templates can't use them.
+#: Names of the variables that contain the marks for `{% generation %}` blocks and all messages. The
+#: names contain a space, so that templates can't access them.
 _MARKS, _MESSAGES = " marks", " messages"
 
 
@@ -511,7 +515,7 @@ def _raise_exception(message: Any) -> None:
     raise _RefusalError(_one_line(message))
 
 
-def _strftime_now(format: str) -> str:  # transformers' name for the argument.
+def _strftime_now(format: str) -> str:  # This argument name is used by transformers.
     return datetime.now().strftime(format)
 
 
@@ -522,8 +526,8 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Serialise a value as JSON, replacing Jinja's `tojson`. As in transformers, HTML is not
-    escaped and, by default, neither are non-ASCII characters.
+    """Serialise a value as JSON. This replaces Jinja's `tojson` filter: as in transformers, HTML is
+    not escaped and, by default, neither are non-ASCII characters.
     """
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
@@ -531,7 +535,7 @@ def _to_json(
 
 
 class _Generation(Extension):
-    """Jinja extension for `{% generation %}` blocks, which templates put around an answer. The
+    """Jinja extension for `{% generation %}` blocks, with which templates surround answers. The
     content is rendered as usual, between the `generation_marks` of `render`.
     """
 

@@ -1,7 +1,7 @@
-"""Readers for all supported tokenizer files. Each returns `TokenizerParts`.
+"""Read tokenizer files of all supported formats. Each reader returns `TokenizerParts`.
 
 The format of a file is detected from its content, because names such as `tokenizer.model` are used
-for two formats.
+for more than one format.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ from firstlight.tokenizer.parts import (
 
 END_OF_TEXT = "<|endoftext|>"
 
-#: Split pattern of GPT-2 (openai/gpt-2 `encoder.py`): contractions; words, numbers and punctuation
-#: with the space before them; runs of whitespace.
+#: Split pattern of GPT-2 (openai/gpt-2 `encoder.py`): contractions; words, numbers and punctuation,
+#: each with the space before it; runs of whitespace.
 GPT2_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 
 #: Split pattern of Llama 3 (meta-llama/llama3 `llama/tokenizer.py`).
@@ -49,10 +49,10 @@ LLAMA3_PATTERN = (
     r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 
-#: Split pattern of Qwen2: like Llama 3, but with numbers split into single digits.
+#: Split pattern of Qwen2: like that of Llama 3, but numbers are split into single digits.
 QWEN2_PATTERN = LLAMA3_PATTERN.replace(r"\p{N}{1,3}", r"\p{N}")
 
-#: Split patterns, keyed by the names that model families use for them.
+#: Split patterns, keyed by name.
 SPLIT_PATTERNS = {"gpt2": GPT2_PATTERN, "llama3": LLAMA3_PATTERN, "qwen2": QWEN2_PATTERN}
 
 _LLAMA3_SPECIAL_TOKENS = (
@@ -71,27 +71,30 @@ _LLAMA3_SPECIAL_TOKENS = (
 )
 #: Size of tiktoken's r50k_base, which is GPT-2's vocabulary.
 _NUM_GPT2_RANKS = 50_256
-#: Limits of the child process in which an unknown tokenizer.json is tried: CPU time in seconds and
-#: memory in bytes, each with a part proportional to the file size. XLM-R's 9 MB file, whose 250,000
-#: tokens are stored as a tree, takes 32 bytes of memory per byte of the file.
+#: Limits of the child process in which an unknown tokenizer.json is tested: CPU time in seconds and
+#: memory in bytes, each with a part that is proportional to the file size. For example, XLM-R's
+#: file (9 MB, with 250,000 tokens that are stored as a tree) takes 32 bytes of memory per byte of
+#: the file.
 _TRIAL_SECONDS, _BYTES_PER_SECOND = 1.0, 4_000_000
 _TRIAL_MEMORY, _MEMORY_PER_BYTE = 48 << 20, 40
-#: Maximum number of tokens or characters that a tokenizer may produce for one character (some
-#: tokenizers write a newline as "<|newline|>"), and maximum number that it may add around a text.
+#: Maximum number of tokens or characters that a tokenizer can produce for one character (some
+#: tokenizers replace a newline with "<|newline|>"), and maximum number that it can add before and
+#: after a string.
 _MOST_GROWTH, _MOST_PREPENDED = 16, 1000
-#: Maximum accepted token id, which is larger than in any real vocabulary.
+#: Maximum accepted token id. It is larger than the ids in any real vocabulary.
 _HIGHEST_ID = 1 << 26
-#: Maximum size of the added tokens of a known tokenizer, in characters of JSON.
+#: Maximum size of the list of added tokens in a tokenizer that is considered safe, in characters of
+#: JSON.
 _MOST_KNOWN_CHARS = 500_000
 
 #: Names of other vocabularies in tiktoken format, keyed by number of ranks. They are rejected,
-#: because they would silently be read with Llama 3's split pattern.
+#: because they would otherwise be read with Llama 3's split pattern without any warning.
 _OTHER_RANKS = {50_280: "p50k_base", 100_256: "cl100k_base", 151_643: "Qwen", 199_998: "o200k_base"}
 
 _USUAL_NAMES = ("tokenizer.json", "vocab.json", "encoder.json", "tokenizer.model")
 #: Suffixes of tiktoken and sentencepiece files whose names are not standard.
 _USUAL_ENDINGS = (".tiktoken", ".model")
-#: Name of nanochat's file, which is recognised only to give advice.
+#: Name of nanochat's tokenizer file, which is only recognised to give advice.
 _PICKLED_NAME = "tokenizer.pkl"
 PICKLED_TOKENIZER = (
     "nanochat's tokenizer.pkl is a pickle, which could run code, and is not read: if you trust it, "
@@ -101,13 +104,14 @@ PICKLED_TOKENIZER = (
     "and pass the folder tok with --tokenizer"
 )
 
-#: Name of the merges file for each of the two usual names of GPT-2's vocabulary file.
+#: GPT-2's vocabulary file has two common names; for each, the name of the corresponding merges
+#: file.
 _MERGES_NAMES = {"vocab.json": "merges.txt", "encoder.json": "vocab.bpe"}
 
 
 def find_tokenizer_file(folder: Path) -> Path:
-    """Return the tokenizer file in a folder: a file with a standard name or, if there is none, the
-    only file with a usual suffix.
+    """Return the tokenizer file in a folder. If there is no file with a standard name, return the
+    only file with a tokenizer suffix.
 
     Raises:
         TokenizerError: the folder contains no tokenizer or several, or can't be read.
@@ -120,7 +124,7 @@ def find_tokenizer_file(folder: Path) -> Path:
     usual = next((name for name in _USUAL_NAMES if name in files), None)
     if usual is not None:
         return files[usual]
-    # Ignore hidden files, because macOS adds one for each file in an archive.
+    # Ignore hidden files, because macOS adds a hidden file for each file in an archive.
     found = [n for n in files if n.endswith(_USUAL_ENDINGS) and not n.startswith(".")]
     if len(found) > 1:
         names = ", ".join(found)
@@ -140,8 +144,8 @@ def read_tokenizer_file(path: Path) -> TokenizerParts:
     sentencepiece model.
 
     Raises:
-        TokenizerError: the file has an unknown format, is damaged, or uses features for which the
-            ids would differ from those of the original library.
+        TokenizerError: the file has an unknown format, is damaged, or uses features that would
+            result in different ids than in the original library.
     """
     if path.name == _PICKLED_NAME:
         raise TokenizerError(f"{path} can't be read: {PICKLED_TOKENIZER}")
@@ -166,7 +170,7 @@ def _from_json(path: Path, content: bytes) -> TokenizerParts:
         state = json.loads(content)
     except (ValueError, RecursionError) as error:
         raise TokenizerError(f"tokenizer {path} is not valid JSON: {error}") from error
-    # In GPT-2's vocab.json, "model" is an ordinary word with an integer id.
+    # In GPT-2's vocab.json, the key "model" is an ordinary token with an integer id.
     if not isinstance(state.get("model"), dict):
         return _from_vocab_and_merges(path, state)
     _require_usable(path, content, state)
@@ -175,8 +179,7 @@ def _from_json(path: Path, content: bytes) -> TokenizerParts:
         leading = _leading_token(backend)
     config = read_config(path.parent)
     vocabulary = backend.get_vocab(with_added_tokens=True)
-    # If an added token's id in the file would leave a gap, the library assigns a different id to
-    # the token.
+    # The library assigns a different id to an added token if the id in the file would leave a gap.
     ids = [*vocabulary.values(), *(token["id"] for token in state.get("added_tokens") or [])]
     if (highest := max(ids, default=0)) > _HIGHEST_ID:
         raise TokenizerError(
@@ -197,11 +200,11 @@ def _from_json(path: Path, content: bytes) -> TokenizerParts:
 
 
 def _leading_token(backend: tokenizers.Tokenizer) -> str | None:
-    """Return the special token that the post-processor adds before a text, or None."""
+    """Return the special token that the post-processor adds before any text, or None."""
     backend.no_truncation()
     backend.no_padding()
-    # Encode one letter, because for an empty text the first token could be one that is added at the
-    # end.
+    # Encode one letter, because the first token for an empty string could be a token that is added
+    # at the end.
     encoding = backend.encode("a", add_special_tokens=True)
     mask = encoding.special_tokens_mask
     return encoding.tokens[0] if mask and mask[0] and not all(mask) else None
@@ -236,12 +239,12 @@ def _from_vocab_and_merges(path: Path, vocabulary: dict[str, int]) -> TokenizerP
 
 
 def _other_of_pair(path: Path, names: dict[str, str]) -> Path | None:
-    """Return the file in the same folder as `path` that completes the pair, or None.
+    """Return the file that forms a pair with `path` and is in the same folder, or None.
 
     Args:
         path: one file of the pair.
-        names: name of the other file, keyed by the name of this file. The entry for `path` is tried
-            first.
+        names: mapping from the name of one file of the pair to the name of the other. The entry for
+            `path` is tried first.
     """
     for name in dict.fromkeys([names.get(path.name, ""), *names.values()]):
         if name and path.with_name(name).is_file():
@@ -262,13 +265,13 @@ def _looks_like_tiktoken(content: bytes) -> bool:
 
 
 def _from_tiktoken_ranks(path: Path, content: bytes) -> TokenizerParts:
-    """Read a tiktoken rank file, either GPT-2's or one with the split pattern and special tokens of
-    Llama 3.
+    """Read a tiktoken rank file: GPT-2's, or one with the split pattern and special tokens of Llama
+    3.
 
-    The file contains neither the split pattern nor the special tokens; known vocabularies are
+    The file contains neither the split pattern nor the special tokens, so known vocabularies are
     recognised by their number of ranks. tiktoken repeatedly joins the adjacent pair of tokens whose
-    joined bytes have the lowest rank. BPE merges give the same ids if they list every way to split
-    a token into two tokens, ordered by the rank of the token.
+    joined bytes have the lowest rank. BPE merges result in the same ids if they contain every
+    possible way to split a token into two other tokens, ordered by the rank of the token.
     """
     require_few_tokens(path, content.count(b"\n"))
     ranks: dict[bytes, int] = {}
@@ -313,8 +316,9 @@ def _from_tiktoken_ranks(path: Path, content: bytes) -> TokenizerParts:
 
 
 def byte_characters() -> list[str]:
-    """Return the printable character for each byte in byte-level BPE files (openai/gpt-2
-    `encoder.py`)."""
+    """Return the printable character that represents each byte in byte-level BPE files
+    (openai/gpt-2 `encoder.py`).
+    """
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = iter(range(256, 512))
     return [chr(byte) if byte in printable else chr(next(others)) for byte in range(256)]
@@ -322,11 +326,12 @@ def byte_characters() -> list[str]:
 
 # sentencepiece
 #
-# The protobuf package is not needed: the few necessary fields (google/sentencepiece
-# `sentencepiece_model.proto`) are read by their number from protobuf's wire format.
+# Only a few fields of a sentencepiece model are needed (google/sentencepiece
+# `sentencepiece_model.proto`). They are read from protobuf's wire format by field number, without
+# the protobuf package.
 
-#: Maximum number of fields in a model, which has one field per piece (the largest models have
-#: 262,144 pieces), and in a piece, which has three fields.
+#: Maximum number of fields in a model and in a piece. A model has one field per piece (the largest
+#: models have 262,144 pieces), and a piece has three fields.
 _MOST_FIELDS, _MOST_PIECE_FIELDS = 600_000, 20
 
 
@@ -352,13 +357,14 @@ def _sentencepiece_pieces(content: bytes) -> Iterator[tuple[str, float, int]]:
 
 
 def _unsupported_features(content: bytes) -> list[str]:
-    """Return the features of a `ModelProto` that would lead to different ids than in sentencepiece.
+    """Return the features of a `ModelProto` that are not supported, because they would result in
+    different ids than in sentencepiece.
 
     Field 2 of the message is the trainer's specification. Its field 3 is the model type (1 =
     unigram, 2 = BPE), and its field 24 treats whitespace as a suffix of words. Field 3 of the
     message is the normalizer's specification. Its field 2 is a character map, its field 3 adds a
-    space before the text, and its field 4 collapses repeated spaces. A missing field has
-    sentencepiece's default value.
+    space before the text, and its field 4 collapses repeated spaces. If a field is missing,
+    sentencepiece's default value is used.
 
     Raises:
         ValueError, IndexError: the bytes are not a `ModelProto`.
@@ -429,8 +435,8 @@ def _from_sentencepiece(path: Path, content: bytes) -> TokenizerParts:
         content: content of the file.
 
     Raises:
-        TokenizerError: the file is not such a model, or has a feature that would lead to different
-            ids.
+        TokenizerError: the file is not such a model, or has a feature that would result in
+            different ids.
     """
     try:
         pieces = list(_sentencepiece_pieces(content))
@@ -471,13 +477,13 @@ def sentencepiece_backend(
     space_prefix: bool = True,
     leftmost: bool = False,
 ) -> tokenizers.Tokenizer:
-    """Build a BPE tokenizer with byte fallback that gives the same ids as sentencepiece.
+    """Build a BPE tokenizer with byte fallback that produces the same ids as sentencepiece.
 
     Args:
         pieces: (text, score, type) of each piece; see `_sentencepiece_pieces`.
-        vocabulary: id of each piece's text.
-        unknown: text of the unknown token, or None.
-        space_prefix: True to add a space before a text.
+        vocabulary: ids of the pieces, keyed by text.
+        unknown: text of the unknown token, or None if there is none.
+        space_prefix: True to add a space before the text that is encoded.
         leftmost: True to merge the leftmost pair first if several pieces have the same score, as
             llama.cpp does for runs of spaces.
     """
@@ -485,7 +491,7 @@ def sentencepiece_backend(
     def order(merge: tuple[float, str, str]) -> tuple[float, ...]:
         score, left, right = merge
         ids = vocabulary[left], vocabulary[right]
-        # Longer left parts come first, so that a run grows from the left.
+        # Longer left parts come first, so that runs of spaces are merged from left to right.
         return (-score, -len(left), *ids) if leftmost else (-score, *ids)
 
     # List every way to split a normal piece into two pieces, in descending order of score.
@@ -519,12 +525,13 @@ def sentencepiece_backend(
 
 
 def _require_usable(path: Path, content: bytes, state: dict[str, Any]) -> None:
-    """Reject a tokenizer.json that takes too much memory or time, fails on short texts, or encodes
-    the same text differently each time.
+    """Reject a tokenizer.json that takes too much memory or time, fails on short strings, or is not
+    deterministic.
 
-    tokenizer.json is a small program, with steps that rewrite a text, patterns that split it and
-    templates that add tokens around it. The library runs it without limits, so a file with anything
-    other than the steps of known byte-level BPE tokenizers is tried in a child process first.
+    A tokenizer.json is a small program, with steps that rewrite text, patterns that split it and
+    templates that add tokens around it. The library runs this program without limits. Unless all of
+    its steps are known from common byte-level BPE tokenizers, it is therefore tested in a child
+    process first.
 
     Args:
         path: path of the file.
@@ -558,13 +565,13 @@ def _require_usable(path: Path, content: bytes, state: dict[str, Any]) -> None:
     _TRIED.add(key)
 
 
-#: SHA-256 hashes of the files that have been tried in this process.
+#: SHA-256 hashes of the files that have already been tested by this process.
 _TRIED: set[bytes] = set()
 
 
 def may_panic(backend: tokenizers.Tokenizer) -> bool:
-    """Return False if all steps of the tokenizer are known to be safe. Otherwise return True: the
-    library may panic on some texts.
+    """Return True if the library may panic on some strings, and False if all steps of the tokenizer
+    are known to be safe.
     """
     steps = {name: getattr(backend, name) for name in ("normalizer", "pre_tokenizer", "decoder")}
     fixes = ("continuing_subword_prefix", "end_of_word_suffix")
@@ -577,8 +584,9 @@ def may_panic(backend: tokenizers.Tokenizer) -> bool:
 
 
 def _is_known(state: dict[str, Any]) -> bool:
-    """Return True for a byte-level BPE tokenizer whose steps take time and memory proportional to
-    the length of the text. Examples are the tokenizers of firstlight, GPT-2, Llama 3 and Qwen.
+    """Return True for a byte-level BPE tokenizer whose steps only take time and memory in
+    proportion to the length of the text. The tokenizers of firstlight, GPT-2, Llama 3 and Qwen are
+    examples.
     """
     splits = [byte_level_split(pattern) for pattern in SPLIT_PATTERNS.values()]
     splits.append(pre_tokenizers.ByteLevel(add_prefix_space=False))
@@ -599,8 +607,8 @@ def _is_known(state: dict[str, Any]) -> bool:
 
 
 def _is_known_frame(step: Any) -> bool:
-    """Return True for a post-processor that adds no tokens around a text, or only tokens that it
-    defines. The library panics if the post-processor adds an undefined token.
+    """Return True if a post-processor does not add any tokens, or only tokens that it defines. The
+    library panics if a post-processor adds an undefined token.
     """
     if not isinstance(step, dict) or step.get("type") != "TemplateProcessing":
         return step is None or (isinstance(step, dict) and step.get("type") == "ByteLevel")
@@ -610,19 +618,19 @@ def _is_known_frame(step: Any) -> bool:
 
 
 def trial() -> Callable[[tuple[str, str]], None]:
-    """Create the function that tries a tokenizer.json, for a `LimitedProcess`."""
+    """Create the function with which a `LimitedProcess` tests a tokenizer.json."""
     return _try_out
 
 
 def _try_out(request: tuple[str, str]) -> None:
-    """Load a tokenizer.json, and encode and decode short texts with it.
+    """Test a tokenizer.json: load it, and encode and decode short strings with it.
 
     Args:
-        request: (name of the file, SHA-256 of the content to try).
+        request: (name of the file, SHA-256 of the content to test).
 
     Raises:
-        TokenizerError: the library fails, the tokenizer's output is far longer than the text, or
-            the file's content has changed.
+        TokenizerError: the library fails, the output of the tokenizer is far longer than its input,
+            or the content of the file has changed.
     """
     name, key = request
     with library_errors(f"tokenizer {name} can't be loaded"):
@@ -636,7 +644,8 @@ def _try_out(request: tuple[str, str]) -> None:
     steps = (normalizer, backend.pre_tokenizer, backend.post_processor, backend.decoder)
     states = [json.loads(step.__getstate__()) for step in steps if step is not None]
     looked_for = list(_strings(states))
-    # Also try each text repeated, because `_MOST_PREPENDED` hides the growth of a short text.
+    # Also test repetitions of each string, because the allowance of `_MOST_PREPENDED` hides how
+    # much a short string grows.
     repeated = (text * (1 + _MOST_PREPENDED // (len(text) + 1)) for text in looked_for)
     for text in (*looked_for, *repeated, *_trial_texts()):
         with library_errors(f"tokenizer {name} fails on {text[:8]!r}..."):
@@ -647,8 +656,8 @@ def _try_out(request: tuple[str, str]) -> None:
             except MemoryError:
                 raise
             except Exception:  # noqa: BLE001 - the library raises plain exceptions
-                # For example, a word has no token. This error is reported when a user's text
-                # contains such a word.
+                # For example, there is no token for a word. Such an error is reported later, when
+                # text with such a word is encoded.
                 continue
         longest = max(len(encoding.ids), len(decoded), len(normal))
         if longest > _MOST_GROWTH * len(text) + _MOST_PREPENDED:
@@ -659,8 +668,8 @@ def _try_out(request: tuple[str, str]) -> None:
 
 
 def _strings(value: Any) -> Iterator[str]:
-    """Yield the strings that a tokenizer's steps search for in texts. Sentencepiece's character
-    map, a long base64 string, is omitted.
+    """Yield the strings that the steps of a tokenizer search for. The character map of
+    sentencepiece, which is a long base64 string, is omitted.
     """
     rest = [value]
     while rest:
@@ -674,8 +683,10 @@ def _strings(value: Any) -> Iterator[str]:
 
 
 def _trial_texts() -> Iterator[str]:
-    """Yield short strings that are repeated to increasing lengths, both as they are and with an
-    ending that breaks a match. Also yield repeated characters, for steps that search for one."""
+    """Yield repetitions of short strings, in increasing lengths. Each is yielded once unchanged and
+    once with an ending that prevents a match. Also yield repetitions of single characters, for
+    steps that search for a character.
+    """
     for length in (*range(8, 42, 2), 300, 2000):
         for run in ("a", "A", "1", " ", "\n", "!", "ab", "a ", "1a", "é"):
             text = run * (length // len(run))
@@ -691,8 +702,9 @@ def encodes_in_pieces(state: dict[str, Any]) -> bool:
     of `a` followed by the ids of `b`.
 
     This holds for byte-level BPE with the split pattern of GPT-2 or Llama 3: no match of these
-    patterns contains such a boundary, and the patterns do not use look-behind. A long document can
-    then be encoded in pieces, which is several times faster and needs only bounded memory.
+    patterns contains such a boundary, and the patterns do not use look-behind. With such a
+    tokenizer, a long document can be encoded in pieces, which is several times faster and takes a
+    limited amount of memory.
 
     Args:
         state: content of tokenizer.json.
@@ -705,7 +717,8 @@ def encodes_in_pieces(state: dict[str, Any]) -> bool:
     return (
         state.get("normalizer") is None
         and state["model"].get("type") == "BPE"
-        # Added tokens that are not special are searched for in the text and may contain a space.
+        # Added tokens that are not special tokens are also matched in text, and they may contain a
+        # space.
         and all(token["special"] for token in state["added_tokens"])
         and last.get("type") == "ByteLevel"
         and not last.get("add_prefix_space")
@@ -718,21 +731,22 @@ def encodes_in_pieces(state: dict[str, Any]) -> bool:
 
 #: Number of characters per piece. A longer document is encoded in pieces of about this size.
 _PIECE_CHARACTERS = 1 << 18
-#: Number of characters after a piece that are searched for a boundary.
+#: Number of characters after the end of a piece that are searched for a boundary.
 _BOUNDARY_CHARACTERS = 1 << 18
 
-#: Boundary between pieces: a space after a character that is not whitespace, or a newline or ASCII
-#: punctuation after a letter or digit.
+#: Pattern for a boundary between pieces: before a space that follows a character other than
+#: whitespace, or before a newline or ASCII punctuation that follows a letter or digit.
 _BOUNDARY = re.compile(r"(?<=\S) |(?<=[^\W_])[\n!-/:-@\[-`{-~]")
 
 
 def cut_long(text: str) -> list[str]:
-    """Split a text into pieces of about `_PIECE_CHARACTERS` characters at matches of `_BOUNDARY`.
+    """Split a string into pieces of about `_PIECE_CHARACTERS` characters at matches of `_BOUNDARY`.
 
-    For a tokenizer that `encodes_in_pieces`, the concatenated encodings of the pieces equal the
-    encoding of the text. The exception is a run without a boundary within `_BOUNDARY_CHARACTERS`,
-    such as a genome on one line. It is split at an arbitrary position, so that a piece is never
-    longer than the sum of both limits, and the tokens next to the split may differ.
+    For tokenizers for which `encodes_in_pieces` is True, encoding the pieces one by one gives the
+    same ids as encoding the entire string. There is one exception: if no boundary is found within
+    `_BOUNDARY_CHARACTERS`, as in a genome on one line, the string is split at an arbitrary
+    position, and the tokens next to the split may differ. A piece is therefore never longer than
+    `_PIECE_CHARACTERS` + `_BOUNDARY_CHARACTERS`.
     """
     pieces = []
     start = 0

@@ -1,16 +1,17 @@
-"""Tool calls, tool results and reasoning in messages: the formats used in datasets, and their
-conversion to the format that chat templates expect.
+"""Convert tool calls, tool results and reasoning in messages from the formats used in datasets to
+the format that chat templates expect.
 
 The tables below cover the formats of OpenAI, Hermes, ShareGPT (LLaMA-Factory), mlx-lm, xLAM,
-Anthropic and axolotl. All are converted to the format in transformers' documentation:
+Anthropic and axolotl. All of them are converted to the format described in transformers'
+documentation:
 
     tools           [{"type": "function", "function": {"name", "description", "parameters"}}]
     tool_calls      [{"id", "type": "function", "function": {"name", "arguments": {...}}}]
     results         {"role": "tool", "tool_call_id", "content": text}
-    reasoning       `reasoning_content` beside `content`
+    reasoning       `reasoning_content` next to `content`
 
-Templates differ in some details, which `fit_messages` handles: the key for the reasoning, answers
-without text, and the format of the ids.
+`fit_messages` handles details in which templates differ: the key for the reasoning, answers without
+text, and the format of ids.
 """
 
 from __future__ import annotations
@@ -21,21 +22,21 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-#: Keys for the tools of a record and for the calls in a message.
+#: Keys for the tools in a record, and for the tool calls in a message.
 TOOLS = ("tools", "functions")
 CALLS = ("tool_calls", "function_calls", "function_call")
-#: Names that other datasets use for the keys of a tool and of a call.
+#: Names of the keys of a tool and of a call in other datasets.
 _TOOL_KEYS = {"input_schema": "parameters", "schema": "parameters"}
 _ARGUMENTS = ("arguments", "parameters", "input")
-#: Lower-case names of the roles whose text is a call, and of those whose text is a result.
+#: Lower-case names of the roles whose messages contain a tool call, and of the roles whose messages
+#: contain a tool result.
 CALLING_ROLES = ("function_call", "tool_call")
 RESULT_ROLES = (
     "tool function observation ipython tool_response tool_result tool_results function_response"
 ).split()
 #: Keys for the reasoning in an assistant's message.
 THOUGHTS = ("reasoning_content", "thinking", "reasoning", "thought", "thoughts")
-#: Descriptions of the texts that a chat template may omit, keyed by the reason for rejecting the
-#: record.
+#: Descriptions of what a chat template may omit, keyed by the reason for rejecting the record.
 LOST = {
     "lost_system": "a system message",
     "lost_tools": "tools",
@@ -52,13 +53,13 @@ _WRITTEN_RESULT = re.compile(r"\s*<tool_response>(.*)</tool_response>\s*", re.DO
 def template_options(
     fields: Mapping[str, Any], messages: Sequence[Mapping[str, Any]]
 ) -> dict[str, Any]:
-    """Return the variables that a record passes to the chat template: its tools, and the entries of
-    `chat_template_kwargs`. The tools may be a field of the record or of its system message.
+    """Return the variables that a record defines for the chat template: its tools, and the entries
+    of `chat_template_kwargs`. The tools are in a field of either the record or its system message.
 
     Args:
         fields: fields of the record.
-        messages: messages of the record. Hermes records contain the complete tools in the text of
-            the system message and again in a field, which is then ignored.
+        messages: messages of the record. In Hermes records, the text of the system message already
+            contains all tools, so the field is ignored.
 
     Raises:
         ValueError: the tools are not a list of named functions; the message names the key.
@@ -83,7 +84,7 @@ def normalize_tools(value: Any, key: str = "tools") -> list[dict[str, Any]]:
     """Convert tools to the format of OpenAI and transformers.
 
     Args:
-        value: tools in any supported format, as JSON data or as JSON text.
+        value: tools in any supported format, as JSON data or as a string that contains JSON.
         key: name of the value, for error messages.
 
     Raises:
@@ -97,7 +98,8 @@ def normalize_tools(value: Any, key: str = "tools") -> list[dict[str, Any]]:
 
 
 def _functions(value: Any, problem: str) -> Iterator[tuple[Mapping[str, Any], Mapping[str, Any]]]:
-    """Yield each entry of a list of tools or calls (or the single entry) with its function.
+    """Yield (entry, function) for each entry of a list of tools or calls. The value may also be a
+    single entry.
 
     Raises:
         ValueError: an entry has no name; the error message is `problem`.
@@ -111,12 +113,13 @@ def _functions(value: Any, problem: str) -> Iterator[tuple[Mapping[str, Any], Ma
 
 
 def normalize_message(message: Mapping[str, Any], *, writes_calls: bool) -> dict[str, Any]:
-    """Convert the tool calls or the tool result in a message to transformers' format.
+    """Convert the tool calls or the tool result in a message to the format of transformers.
 
     Args:
         message: an object with `role` and `content`.
-        writes_calls: True if the template formats calls itself. Calls written in the content as
-            `<tool_call>{...}</tool_call>` are then converted to entries of `tool_calls`.
+        writes_calls: True if the template formats tool calls itself. In this case, calls in the
+            content, written as `<tool_call>{...}</tool_call>`, are converted to entries of
+            `tool_calls`.
 
     Raises:
         ValueError: a tool call has no name.
@@ -162,8 +165,9 @@ def parsed_json(value: Any) -> Any:
 
 
 def split_thoughts(message: Mapping[str, Any]) -> tuple[str, str]:
-    """Split an assistant message into (reasoning, answer). The reasoning is a separate entry or
-    precedes `</think>` in the content, which is split as in Qwen 3's template.
+    """Split an assistant message into (reasoning, answer). The reasoning is either a separate entry
+    of the message or the part of the content before `</think>`. The content is split in the same
+    way as in Qwen 3's template.
     """
     content = message.get("content") or ""
     for key in THOUGHTS:
@@ -181,15 +185,15 @@ def fit_messages(
     """Adapt messages with reasoning and tool calls to a chat template.
 
     Args:
-        messages: messages in the format of this module; their calls are modified in place.
+        messages: messages in the format of this module, whose tool calls are modified in place.
         template: the chat template.
-        text_arguments: True if the template expects the arguments of calls as JSON text instead of
-            objects.
+        text_arguments: True if the template expects the arguments of calls as strings of JSON
+            instead of objects.
     """
     keys = [key for key in THOUGHTS if re.search(rf"[.'\"]{key}\b", template)]
     without_text = None if re.search(r"content\W{0,3}\s+is\s+(not\s+)?none", template) else ""
-    # SmolLM3's template asks the model to write calls in this format but does not render the calls
-    # in messages.
+    # SmolLM3's template instructs the model to write calls in this format, but does not render the
+    # tool calls of messages.
     is_written = "tool_calls" not in template and "<tool_call>" in template
     fitted = []
     for message in messages:
@@ -221,8 +225,8 @@ def fit_messages(
 
 
 def _shorten_ids(messages: list[dict[str, Any]]) -> None:
-    """Replace the id of each call and of its result with an id of nine letters and digits, unless
-    it already has this form.
+    """Replace the ids of calls, and the same ids in their results, with ids of nine letters and
+    digits. Ids that already have this form are kept.
     """
     ids: dict[str, str] = {}
     waiting: list[str] = []

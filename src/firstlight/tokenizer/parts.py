@@ -1,8 +1,8 @@
-"""Parts of a tokenizer: its files, its configuration and chat template, its backend's steps and
-special tokens, and the errors of the `tokenizers` library.
+"""Tools for the parts of a tokenizer: files, configuration, chat template, special tokens and the
+steps of the backend. Also handles errors of the `tokenizers` library.
 
-The library is written in Rust. On unexpected input, its code may panic: it writes a long message to
-stderr and raises a PanicException, which is not a subclass of Exception in Python.
+The library is written in Rust and may panic on unexpected input. A panic writes a long message to
+stderr and raises a PanicException, which is not a subclass of Exception.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from firstlight.files.atomic import (
 
 T = TypeVar("T")
 
-#: Usual names of padding tokens. Qwen pads with `<|endoftext|>`, because its turns end with another
-#: token.
+#: Common names of padding tokens. Qwen pads with `<|endoftext|>`, because its turns end with a
+#: different token.
 _PAD_TOKENS = (
     "<pad>",
     "<|pad|>",
@@ -55,14 +55,15 @@ MAX_TEMPLATE_BYTES = 4_000_000
 #: Maximum size of a tokenizer file in bytes.
 LARGEST_FILE_BYTES = 100_000_000
 #: Maximum number of bytes to process when every token is split into two parts in every possible
-#: way. This number is the sum of the squared token lengths, 10^7 for Llama 3.
+#: way. The number for a vocabulary is the sum of its squared token lengths, for example 10^7 for
+#: Llama 3.
 _MOST_CUT_BYTES = 200_000_000
 #: Maximum number of tokens in a vocabulary. Each token takes about 600 bytes in the library. The
 #: largest known vocabulary has 262,144 tokens.
 _MOST_TOKENS = 500_000
-#: Maximum number of colons in a JSON file (one for each entry of an object), or of lines in any
-#: other file. Each entry or line takes at least 100 bytes of memory after parsing. The largest
-#: published merges file has 580,000 lines.
+#: Maximum number of object entries in a JSON file (measured as the number of colons), or of lines
+#: in any other file. Each entry or line takes at least 100 bytes of memory after parsing. The
+#: largest published merges file has 580,000 lines.
 _MOST_ENTRIES = 1_000_000
 
 
@@ -89,7 +90,7 @@ def read_tokenizer(path: Path) -> bytes:
 
 
 def require_few_tokens(path: Path, count: int) -> None:
-    """Reject a vocabulary with more tokens than any model has.
+    """Reject a vocabulary that is larger than that of any model.
 
     Args:
         path: the tokenizer's file, for the message.
@@ -105,8 +106,8 @@ def require_few_tokens(path: Path, count: int) -> None:
 
 
 def require_short(path: Path, tokens: Iterable[bytes | str]) -> None:
-    """Reject tokens that are so long that splitting each of them into two parts in every possible
-    way would take too much time.
+    """Reject a vocabulary with very long tokens, for which it would take too much time to split
+    each token into two parts in every possible way.
 
     Args:
         path: the tokenizer's file, for the message.
@@ -132,7 +133,7 @@ def read_chat_template(folder: Path) -> dict[str, Any]:
     """Return `{"chat_template": ...}` from the files that transformers would read, or {} if there
     is no template.
 
-    The files are searched in this order: `chat_template.jinja`, the entry in
+    The template is searched for in this order: `chat_template.jinja`, the entry in
     `tokenizer_config.json`, the entry in `chat_template.json`.
 
     Raises:
@@ -169,7 +170,7 @@ def chat_template_of(config: dict[str, Any]) -> str | None:
 
 
 def named_tokens(config: dict[str, Any], bos: str | None, eos: str | None) -> dict[str, str]:
-    """Return the named tokens in a config, which chat templates use as variables.
+    """Return the named tokens in a config, which are available to chat templates as variables.
 
     Args:
         config: content of tokenizer_config.json; its `bos_token` and `eos_token` are ignored.
@@ -187,22 +188,24 @@ def named_tokens(config: dict[str, Any], bos: str | None, eos: str | None) -> di
 def natural_pad_token(
     special_tokens: Collection[str], ends: Collection[str | None], *, byte_fallback: bool
 ) -> str | None:
-    """Return a special token that is suitable for padding because no training text contains it, or
-    None if there is no such token.
+    """Return a special token that can be used for padding because it does not occur in training
+    data, or None if there is no such token.
 
     Args:
         special_tokens: special tokens in the vocabulary.
-        ends: bos and eos, which are never used for padding. They are labels, and a collator that
-            masks padding would mask them everywhere.
-        byte_fallback: True if the tokenizer encodes unknown characters as bytes, so that no text
-            contains `<unk>`.
+        ends: the bos and eos tokens. They are never used for padding, because a data collator that
+            masks padding would also mask them where they are labels.
+        byte_fallback: True if the tokenizer encodes unknown characters as bytes, so that `<unk>`
+            never occurs in text.
     """
     names = [*_PAD_TOKENS, *(["<unk>"] if byte_fallback else [])]
     return next((name for name in names if name in special_tokens and name not in ends), None)
 
 
 def token_text(token: Any) -> str | None:
-    """Return the text of a token in a config, which is a string or an object with `content`."""
+    """Return the text of a token in a config, where it is stored as a string or as an object with
+    `content`.
+    """
     if isinstance(token, dict):
         token = token.get("content")
     return token if isinstance(token, str) else None
@@ -215,13 +218,14 @@ def extended_backend(
     `first_id + 1`, ...
 
     Args:
-        backend: the tokenizer, which must encode special tokens in texts as plain text.
+        backend: the tokenizer, which must be configured to encode special tokens in text as plain
+            text.
         tokens: the new tokens.
         first_id: highest id of `backend` plus one.
 
     Raises:
-        TokenizerError: a token is empty, repeated or already in the vocabulary; or the ids of
-            `backend` have gaps, which the library would assign to the new tokens.
+        TokenizerError: a token is empty, repeated or already in the vocabulary; or there are gaps
+            in the ids of `backend`, which the library would fill with the new tokens.
     """
     for number, token in enumerate(tokens):
         _require_new(backend, token)
@@ -243,7 +247,7 @@ def _require_new(backend: tokenizers.Tokenizer, token: str) -> None:
     require_unicode(token)
     if any(added.content == token for added in backend.get_added_tokens_decoder().values()):
         raise TokenizerError(f"'{token}' is already an added token of this tokenizer")
-    # The vocabulary may contain the word in a different form, such as Ġthe or ▁the.
+    # The word may be in the vocabulary in a different form, such as Ġthe or ▁the.
     with library_errors(f"the tokenizer can't encode '{token}'", muted=True):
         ids = backend.encode(token, add_special_tokens=False).ids
         is_word = len(ids) == 1 and backend.decode(ids) == token
@@ -256,7 +260,7 @@ def _require_new(backend: tokenizers.Tokenizer, token: str) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class TokenizerParts:
-    """Arguments of `Tokenizer`, returned by the readers of tokenizer files."""
+    """Arguments for creating a `Tokenizer`, returned by the readers of tokenizer files."""
 
     backend: tokenizers.Tokenizer
     bos_token: str | None = None
@@ -266,7 +270,8 @@ class TokenizerParts:
 
 
 def require_unicode(text: str) -> None:
-    """Reject lone surrogates, which Python produces for invalid UTF-8 in file names and arguments.
+    """Reject text with lone surrogates, which Python produces for invalid UTF-8 in file names and
+    command-line arguments.
 
     Raises:
         InputError: the text contains a lone surrogate, which is not a character.
@@ -281,7 +286,9 @@ def require_unicode(text: str) -> None:
 
 
 def prepend_bos(backend: tokenizers.Tokenizer, bos: str) -> None:
-    """Set a post-processor that adds `bos` before every text, so that transformers also adds it."""
+    """Set a post-processor that adds `bos` at the beginning of every sequence, so that transformers
+    also adds it.
+    """
     bos_id = backend.token_to_id(bos)
     backend.post_processor = processors.TemplateProcessing(
         single=f"{bos} $A", pair=f"{bos} $A {bos} $B", special_tokens=[(bos, bos_id)]
@@ -290,18 +297,18 @@ def prepend_bos(backend: tokenizers.Tokenizer, bos: str) -> None:
 
 @contextlib.contextmanager
 def library_errors(problem: str, *, muted: bool = False) -> Iterator[None]:
-    """Turn an error or panic of the library into a one-line `TokenizerError`.
+    """Convert an error or panic of the library to a `TokenizerError` with a message of one line.
 
     Args:
         problem: beginning of the message.
-        muted: True to suppress the text that the library writes to stderr when it panics.
+        muted: True to suppress what the library writes to stderr when it panics.
     """
     try:
         with _muted_library() if muted else contextlib.nullcontext():
             yield
     except BaseException as error:
-        # Compare the class name, because KeyboardInterrupt is also a BaseException and must
-        # propagate.
+        # Recognise a panic by its class name, because KeyboardInterrupt is also a BaseException and
+        # must propagate.
         is_of_library = isinstance(error, Exception) or type(error).__name__ == "PanicException"
         if not is_of_library or isinstance(error, FirstlightError | MemoryError):
             raise
@@ -312,9 +319,10 @@ def library_errors(problem: str, *, muted: bool = False) -> Iterator[None]:
 def in_thread(call: Callable[[], T]) -> Future[T]:
     """Run a long library call in another thread, and return a future for its result.
 
-    Signal handlers run in the main thread, but only after a library call in that thread returns. If
-    the main thread only waits for another thread, a signal is handled immediately. If the handler
-    raises an exception, the call continues in its thread and its result is dropped.
+    Python runs signal handlers in the main thread, but not before the current library call in that
+    thread returns. If the main thread only waits for another thread, signals are handled
+    immediately. If a handler raises an exception, the call continues in the other thread, and its
+    result is dropped.
     """
     outcome: Future[T] = Future()
 
@@ -324,8 +332,8 @@ def in_thread(call: Callable[[], T]) -> Future[T]:
         except BaseException as error:  # noqa: BLE001 - a panic is not an Exception
             outcome.set_exception(error)
 
-    # A daemon thread lets the process end without waiting for it. A child process is not used,
-    # because it would require a `__main__` guard in users' scripts.
+    # Use a daemon thread, so that the process can exit without waiting for it. A child process
+    # would require a `__main__` guard in users' scripts.
     threading.Thread(target=run, name=_THREAD, daemon=True).start()
     return outcome
 
@@ -337,10 +345,10 @@ def threads_of_library() -> list[threading.Thread]:
 
 @atexit.register
 def _wait_for_threads() -> None:
-    """Wait at most `_LONGEST_WAIT` seconds for the threads of `in_thread`.
+    """Wait for the threads started by `in_thread`, for at most `_LONGEST_WAIT` seconds.
 
-    If a thread returned from the library while Python shuts down, Python would end the thread in
-    the middle of Rust code, which would abort the process.
+    If the library returned to Python while the interpreter is shutting down, Python would end the
+    thread in the middle of Rust code, which would abort the process.
     """
     end = time.monotonic() + _LONGEST_WAIT
     for thread in threads_of_library():
@@ -348,7 +356,7 @@ def _wait_for_threads() -> None:
 
 
 def _remedy(reason: str) -> str:
-    """Return advice for the message about a library error."""
+    """Return advice for the message about an error of the library."""
     if re.search(r"[Mm]issing .* token from the vocabulary", reason):
         return "add the token that its unk_token names to the vocabulary in tokenizer.json"
     return "fix its tokenizer.json, or use another tokenizer"
@@ -359,11 +367,12 @@ _MUTED = threading.Lock()
 
 @contextlib.contextmanager
 def _muted_library() -> Iterator[None]:
-    """Capture stderr during the `with` block. If the library panics, the output is dropped.
-    Otherwise the output is written at the end of the block, because it may come from other threads.
+    """Capture stderr during the `with` block. If the library panics, the captured output is
+    dropped. Otherwise, it is written to stderr at the end of the block, because it may come from
+    other threads.
 
-    Nothing is captured while another thread is in such a block, so that threads do not wait for
-    each other.
+    If another thread is already in such a block, do not capture anything, so that threads never
+    wait for each other.
     """
     with contextlib.ExitStack() as stack:
         if not _MUTED.acquire(blocking=False):
@@ -376,7 +385,7 @@ def _muted_library() -> Iterator[None]:
             stack.callback(os.close, stderr)
             held = stack.enter_context(_unnamed_file())
             os.dup2(held.fileno(), 2)
-        except OSError:  # There is no stderr, or the temporary file can't be created.
+        except OSError:  # The process has no stderr, or the temporary file can't be created.
             yield
             return
         stack.callback(os.dup2, stderr, 2)
@@ -402,8 +411,9 @@ def _pass_on(held: IO[bytes], stderr: int) -> None:
 
 
 def byte_level_split(*patterns: str) -> pre_tokenizers.PreTokenizer:
-    """Return a pre-tokenizer that splits a text by each pattern and represents each byte as a
-    character."""
+    """Return a pre-tokenizer that splits text with each of the patterns, and then represents each
+    byte as a character.
+    """
     return pre_tokenizers.Sequence(
         [
             *(pre_tokenizers.Split(Regex(pattern), behavior="isolated") for pattern in patterns),

@@ -1,4 +1,6 @@
-"""`Tokenizer` converts texts and chats to ids and back; `TextStream` decodes ids one at a time."""
+"""Convert text and conversations to token ids and back (`Tokenizer`), and decode token ids one at a
+time (`TextStream`).
+"""
 
 from __future__ import annotations
 
@@ -31,25 +33,25 @@ from firstlight.tokenizer.parts import (
     require_unicode,
 )
 
-#: Sections of tokenizer.json, besides the added tokens, that determine the ids of a text.
+#: Sections of tokenizer.json that, together with the added tokens, determine how text is encoded.
 _DECIDING = ("normalizer", "pre_tokenizer", "model")
 
 _CANT_ENCODE = "the tokenizer can't encode this text"
 
-#: Minimum length in characters of a text that is encoded with `encode_batch` in another thread. The
-#: library's `encode` takes three seconds per megabyte, and holds Python's global interpreter lock
-#: during this time.
+#: Minimum length in characters of a string that is encoded with `encode_batch` in another thread.
+#: The library's `encode` takes three seconds per megabyte, during which it holds Python's global
+#: interpreter lock.
 _LONG = 1 << 14
 
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 
 
 class Tokenizer:
-    """Converts text to token ids and back, with the special tokens of a model folder.
+    """Converts text to token ids and back, with the special tokens and chat template of a model.
 
     Args:
         backend: the `tokenizers.Tokenizer`. It is modified in place: truncation and padding are
-            disabled, and special tokens in texts are encoded as plain text.
+            disabled, and special tokens in text are encoded as plain text.
         bos_token: beginning-of-text token, or None.
         eos_token: end-of-document token, or None.
         add_bos: True to start documents and prompts with `bos_token`.
@@ -65,7 +67,8 @@ class Tokenizer:
         add_bos: bool = False,
         config: dict[str, Any] | None = None,
     ) -> None:
-        # A tokenizer.json may enable truncation, which would silently shorten documents.
+        # Disable truncation, which a tokenizer.json may enable and which would silently shorten
+        # documents.
         backend.no_truncation()
         backend.no_padding()
         backend.encode_special_tokens = True
@@ -108,7 +111,7 @@ class Tokenizer:
 
     @functools.cached_property
     def vocab_size(self) -> int:
-        """Highest token id plus one, which is the number of rows that a model's embedding needs."""
+        """Highest token id plus one, which is the number of rows in the embedding of a model."""
         return max(self.backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
 
     @functools.cached_property
@@ -124,7 +127,8 @@ class Tokenizer:
 
     @property
     def separator_id(self) -> int:
-        """Id of the token that precedes a text: bos, or eos if there is no bos.
+        """Id of the token that separates documents and precedes their text: bos, or eos if there is
+        no bos.
 
         Raises:
             TokenizerError: the tokenizer has neither of them.
@@ -139,7 +143,7 @@ class Tokenizer:
 
     @functools.cached_property
     def fingerprint(self) -> str:
-        """SHA-256 of everything that determines the ids of a text. Equivalent tokenizers have the
+        """SHA-256 of everything that determines how text is encoded. Equivalent tokenizers have the
         same fingerprint.
         """
         state = self._state()
@@ -150,8 +154,8 @@ class Tokenizer:
         return cast(dict[str, Any], json.loads(self.backend.to_str()))
 
     def extends(self, other: Tokenizer) -> bool:
-        """Return True if this tokenizer consists of `other` plus special tokens whose ids begin at
-        `other.vocab_size`. Every text then has the same ids in both tokenizers.
+        """Return True if this tokenizer is `other` with additional special tokens, whose ids begin
+        at `other.vocab_size`. In this case, both tokenizers encode all text to the same ids.
         """
         state, before = self._state(), other._state()
         if any(state.get(key) != before.get(key) for key in _DECIDING):
@@ -191,24 +195,24 @@ class Tokenizer:
         )
 
     def encode(self, text: str, *, special_tokens: bool = False) -> list[int]:
-        """Encode a text as ids, without bos and eos.
+        """Encode text as token ids, without bos and eos.
 
         Args:
             text: any Unicode text.
-            special_tokens: True to encode names of special tokens in the text as these tokens;
-                False to encode the names as plain text.
+            special_tokens: True to encode the names of special tokens in the text as special
+                tokens; False to encode them as plain text.
 
         Raises:
             InputError: the text contains a lone surrogate, which is not a character.
             TokenizerError: the tokenizer has no token for part of the text, or one of its patterns
-                fails on the text.
+                fails.
         """
         if len(text) < _LONG:
             return self.encoding(text, special_tokens=special_tokens).ids
         return self.encode_batch([text], special_tokens=special_tokens)[0]
 
     def encoding(self, text: str, *, special_tokens: bool = False) -> tokenizers.Encoding:
-        """Encode a text like `encode`, and also return the offsets of each token in the text.
+        """Encode text like `encode`, and also return the offsets of each token in the text.
 
         Raises:
             InputError, TokenizerError: see `encode`.
@@ -224,7 +228,7 @@ class Tokenizer:
     def encode_batch(
         self, texts: Sequence[str], *, special_tokens: bool = False
     ) -> list[list[int]]:
-        """Encode several texts; see `encode`."""
+        """Encode several strings, each like `encode`."""
         for text in texts:
             require_unicode(text)
         backend = self._parsing_backend if special_tokens else self.backend
@@ -237,13 +241,13 @@ class Tokenizer:
 
     @functools.cached_property
     def _may_panic(self) -> bool:
-        """True if the library may panic on some texts; see `formats.may_panic`."""
+        """True if the library may panic on some strings; see `formats.may_panic`."""
         return may_panic(self.backend)
 
     @functools.cached_property
     def _parsing_backend(self) -> tokenizers.Tokenizer:
-        """A second backend that recognises special tokens in texts. Switching `backend` between the
-        two modes would affect other threads.
+        """A second backend that recognises special tokens in text. It is a separate object, because
+        switching the mode of `backend` would affect other threads.
         """
         return tokenizers.Tokenizer.from_str(self.backend.to_str())
 
@@ -251,7 +255,7 @@ class Tokenizer:
         """Encode a prompt for a model to continue: bos if `add_bos` is set, then the ids of the
         text.
 
-        For an empty text, the result is `separator_id`, which preceded each document in training.
+        For an empty string, the result is `separator_id`, which preceded each document in training.
         """
         ids = self.encode(text)
         if self.add_bos or not ids:
@@ -262,9 +266,9 @@ class Tokenizer:
         """Decode ids to text.
 
         Args:
-            ids: token ids; ids beyond the vocabulary have no text.
-            skip_special_tokens: True to omit special tokens; False to write their names, which
-                `encode` with `special_tokens` converts back to the same ids.
+            ids: token ids. Ids beyond the vocabulary are decoded to an empty string.
+            skip_special_tokens: True to omit special tokens. False to include their names, which
+                can be converted back to the same ids by `encode` with `special_tokens`.
 
         Raises:
             TokenizerError: the tokenizer's decoder fails on the ids.
@@ -274,12 +278,12 @@ class Tokenizer:
 
     @functools.cached_property
     def encodes_in_pieces(self) -> bool:
-        """True if a long text can be encoded in pieces; see `formats.encodes_in_pieces`."""
+        """True if long text can be encoded in pieces; see `formats.encodes_in_pieces`."""
         return encodes_in_pieces(self._state())
 
     @functools.cached_property
     def byte_token_ids(self) -> frozenset[int]:
-        """Ids of the `<0xNN>` tokens of a tokenizer with byte fallback; otherwise empty."""
+        """Ids of the `<0xNN>` tokens; empty for a tokenizer without byte fallback."""
         if not getattr(self.backend.model, "byte_fallback", False):
             return frozenset()
         vocabulary = self.backend.get_vocab(with_added_tokens=True)
@@ -296,7 +300,7 @@ class Tokenizer:
     def apply_chat_template(
         self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = False
     ) -> str:
-        """Render a conversation as one text, like the transformers method of the same name.
+        """Render a conversation as a string, like the transformers method of the same name.
 
         Args:
             messages: objects whose `role` and `content` are strings.
@@ -320,16 +324,17 @@ class Tokenizer:
         continue_final_message: bool = False,
         options: Mapping[str, Any] = MappingProxyType({}),
     ) -> list[int]:
-        """Encode the text of `apply_chat_template`. Only text from the template itself can become
-        special tokens; the text of messages and options is always plain text.
+        """Encode the result of `apply_chat_template`. Only text written by the template itself can
+        be encoded as special tokens; text from messages and options is always encoded as plain
+        text.
 
         Args:
             messages: see `apply_chat_template`.
             add_generation_prompt: see `apply_chat_template`.
             continue_final_message: True to end with the content of the last message, without the
-                end of its turn, so that an answer continues this content.
-            options: additional variables of the template, as plain JSON, such as `tools` and
-                `enable_thinking`.
+                end of its turn, so that the model continues this content.
+            options: additional variables for the template, such as `tools` and `enable_thinking`,
+                as plain JSON.
 
         Raises:
             InputError, TokenizerError: see `apply_chat_template`.
@@ -359,7 +364,9 @@ class Tokenizer:
 
     @property
     def named_tokens(self) -> dict[str, str]:
-        """Tokens keyed by their name in the config: `bos_token`, `eos_token`, `pad_token`, ..."""
+        """Special tokens, keyed by their name in the config: `bos_token`, `eos_token`, `pad_token`,
+        ...
+        """
         return named_tokens(self.config, self.bos_token, self.eos_token)
 
     def files(self) -> dict[str, str]:
@@ -394,14 +401,15 @@ class Tokenizer:
 class TextStream:
     """Decodes token ids one at a time and never returns an incomplete character.
 
-    The concatenated results of `push` and, at the end, `finish` are exactly the text that decoding
-    all ids at once would add after the text of `prompt_ids`.
+    If the results of all calls to `push` and of a final call to `finish` are concatenated, the
+    result is exactly the text that would follow the text of `prompt_ids` if all ids were decoded at
+    once.
 
     Args:
         tokenizer: the tokenizer.
         prompt_ids: token ids that precede the first pushed id.
-        shown: special tokens whose names are included in the text; other special tokens have no
-            text.
+        shown: special tokens whose names are included in the text. All other special tokens are
+            omitted.
     """
 
     def __init__(
@@ -416,19 +424,22 @@ class TextStream:
         self._ids = [i for i in prompt_ids if i not in tokenizer.special_token_ids]
         text = tokenizer.decode(self._ids)
         self._emitted = len(text)
-        # If the prompt ends inside a character, keep all ids of the prompt until the character is
-        # complete.
+        # If the prompt ends in the middle of a character, keep all ids of the prompt until the
+        # character is complete.
         if not text.endswith("\ufffd"):
             self._shrink()
 
     def push(self, token_id: int) -> str:
-        """Add one id, and return the text that later ids can't change (often a word or "")."""
+        """Add one id. Return the new text that can no longer change with later ids, often a word or
+        "".
+        """
         if token_id in self._shown:
             return self.finish() + self._shown[token_id]
         if token_id in self._tokenizer.special_token_ids:
             return ""
         self._ids.append(token_id)
-        # Adjacent byte tokens are decoded together: one invalid byte makes all of them U+FFFD.
+        # Adjacent byte tokens are decoded together, and a single invalid byte turns all of them
+        # into U+FFFD.
         if token_id in self._tokenizer.byte_token_ids:
             return ""
         text = self._tokenizer.decode(self._ids)
@@ -439,14 +450,16 @@ class TextStream:
         return piece
 
     def finish(self) -> str:
-        """Return the text that was held back. Bytes of an incomplete character become U+FFFD."""
+        """Return all remaining text. An incomplete character is replaced with U+FFFD."""
         piece = self._tokenizer.decode(self._ids)[self._emitted :]
         self._shrink()
         return piece
 
     def _shrink(self) -> None:
-        """Drop all ids before the last token that is not a byte token. That token is kept because
-        some decoders strip the first space of a text and would otherwise strip later ones."""
+        """Drop all ids before the last token that is not a byte token. This token is kept because
+        some decoders strip the first space of the decoded text, and would otherwise strip a space
+        in the middle of the text.
+        """
         start = max(len(self._ids) - 1, 0)
         while start > 0 and self._ids[start] in self._tokenizer.byte_token_ids:
             start -= 1
