@@ -30,7 +30,9 @@ def stop(generator: random.Random, step: int, before: int = 0) -> dict[str, Any]
     """A signal somewhere in a step, maybe in its evaluation, of a run that has done `before`."""
     place, count = generator.choice((("update", 1), ("record", 1)))
     if step % 5 == 0:
-        place, count = generator.choice((("check", generator.randint(1, 6)), (place, count)))
+        # An evaluation checks for signals at its start, after both losses, and after each piece of
+        # its sample text, which has at least one.
+        place, count = generator.choice((("check", generator.randint(1, 4)), (place, count)))
     if step == before + 1 and place == "update":
         place = "record"  # until its first step is done, a signal ends a run at once
     return {"signal": [generator.choice(_SIGNALS), place, step, count], "growth": 4}
