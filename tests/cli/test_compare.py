@@ -108,7 +108,7 @@ def test_compare_prints_writes_page_and_json(
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ([], "choose what to compare the models on with --text FILE"),
+        ([], "add data to compare the models on with --text FILE"),
         (["--text", "missing.txt"], "missing.txt"),
         (["--prompts", "BINARY"], "binary.txt"),
         (["--prompt", "a", "--page", "page.txt"], "--page page.txt must end in .html"),

@@ -310,7 +310,7 @@ def test_read_hellaswag_limit_reads_only_first_items(tmp_path: Path) -> None:
     [
         ("{", "is not a HellaSwag item: Expecting property name"),
         ("[1]", "it is not a JSON object"),
-        ({**ROW, "ctx": 5}, "ctx must be a text"),
+        ({**ROW, "ctx": 5}, "ctx must be a string"),
         ({"endings": ["a", "b"], "label": 0}, "ctx is missing"),
         ({**ROW, "ctx_a": "x"}, "ctx_b is missing"),
         ({"ctx_a": "x", "ctx_b": "y", "endings": ["a", "b"], "label": 0}, "activity_label is miss"),
@@ -323,7 +323,7 @@ def test_read_hellaswag_limit_reads_only_first_items(tmp_path: Path) -> None:
         ({**ROW, "label": True}, "label must be a number"),
         ({**ROW, "label": ""}, "label must be a number from 0 to 1, not ''"),
         ({**ROW, "label": "-1"}, "label must be a number"),
-        ('{"ctx": "\\ud800", "endings": ["a", "b"], "label": 0}', "ctx must be a text"),
+        ('{"ctx": "\\ud800", "endings": ["a", "b"], "label": 0}', "ctx must be a string"),
         ("[" * 60_000, "is not a HellaSwag item"),
         ({**ROW, "ctx": "a" * 70_000}, "bytes, more than 65,536"),
     ],

@@ -122,7 +122,7 @@ def test_launch_killed_rank_restarts_from_checkpoint(tmp_path: Path) -> None:
         assert said[0] == "progress: from step 0"
         # By rank 0, whose messages are shown, and by nobody else.
         assert said[1].startswith("firstlight: error: rank 1 on "), said
-        assert said[1].endswith(" failed: it was killed by SIGKILL: most likely out of memory")
+        assert said[1].endswith(" failed: killed by SIGKILL: most likely out of memory")
         assert said[2] == "starting all ranks again (1 of 1)"
         assert said[3] in ("progress: from step 1", "progress: from step 2")
         assert len(said) == 4
@@ -235,8 +235,8 @@ def test_launch_stopped_rank_is_killed_and_restarted(tmp_path: Path, rank: int) 
         ({"kind": "raise", "rank": 1, "step": 2}, 1, "failed: row 7 of shard 3 is damaged"),
         # Before the ranks meet: the others do not wait for the timeout.
         ({"kind": "raise", "rank": 1, "step": -1}, 1, "failed: row 7 of shard 3 is damaged"),
-        ({"kind": "exit", "rank": 1, "step": -1}, 1, "failed: it ended with exit code 3"),
-        ({"kind": "kill", "rank": 0, "step": 2}, 1, "failed: it was killed by SIGKILL: most"),
+        ({"kind": "exit", "rank": 1, "step": -1}, 1, "failed: exited with code 3"),
+        ({"kind": "kill", "rank": 0, "step": 2}, 1, "failed: killed by SIGKILL: most"),
         ({"kind": "stop", "rank": 0, "step": 2}, 1, "has not answered for 5 s"),
     ],
 )

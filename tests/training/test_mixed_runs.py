@@ -136,7 +136,9 @@ def test_mixed_run_corpus_without_validation_split_is_left_out_of_loss(
     folder = prepared(tmp_path / "bare", make_texts(9, seed=6), tokenizer, val_fraction=0)
     mixed["data"]["mix"].append({"dir": str(folder), "weight": 0.5})
     train(mixed, progress=True)
-    assert f"not part of val/loss: {folder}" in " ".join(capfd.readouterr().err.split())
+    assert f"not included in val/loss, without a validation split: {folder}" in " ".join(
+        capfd.readouterr().err.split()
+    )
     last = records(mixed)[-1]
     assert "val/loss/bare" not in last
     mean = 0.7 * last["val/loss/prepared"] + 0.3 * last["val/loss/small"]

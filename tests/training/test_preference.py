@@ -592,9 +592,8 @@ def test_preference_section_without_pairs_raises_config_error(recipe: dict[str, 
         (
             {"files": "a", "train_on": "all"},
             (
-                "train_on and format do not apply to preference "
-                "pairs, which train on the answers and detect the "
-                "format from the keys: omit train_on and format"
+                "train_on and format do not apply to preference pairs: training always uses the "
+                "answers, and the format is detected from the keys. Omit train_on and format"
             ),
         ),
         ({"mix": [{"dir": "a", "weight": 1}]}, "can't be mixed"),

@@ -216,7 +216,7 @@ def _biases(given: tuple[str, ...]) -> dict[int, float]:
 @compile_option
 @click.option("--web", is_flag=True, help="Chat in the browser instead of the terminal.")
 @click.option("--host", help="With --web: address to listen on.  [default: 127.0.0.1]")
-@click.option("--port", type=int, help="With --web: port; 0 chooses a free port.  [default: 8000]")
+@click.option("--port", type=int, help="Port for --web; 0 picks a free port.  [default: 8000]")
 def chat_command(
     checkpoint: str,
     best: bool,

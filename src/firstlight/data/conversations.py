@@ -60,8 +60,8 @@ from firstlight.tokenizer.messages import (
 ChatForm = Literal["auto", "alpaca", "messages", "sharegpt"]
 
 PAIRS_ARE_SELF_DESCRIBING = (
-    "train_on and format do not apply to preference pairs, which train on the answers and "
-    "detect the format from the keys: omit train_on and format"
+    "train_on and format do not apply to preference pairs: training always uses the answers, and "
+    "the format is detected from the keys. Omit train_on and format"
 )
 
 #: Maximum number of characters in all messages of a conversation. This is more than the longest

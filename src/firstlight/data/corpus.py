@@ -84,7 +84,8 @@ def separate_documents(
         starts: positions of the documents' first tokens among the row's num_inputs + 1 tokens,
             ascending, int64 [documents].
         num_inputs: number of inputs in the row.
-        eos_opens: True if each document begins with the eos that precedes its first token.
+        eos_opens: True if the eos immediately before the first token of a document counts as part
+            of that document.
 
     Returns:
         (zero-based document number of each input within the row, int32 [num_inputs]; positions of

@@ -338,7 +338,7 @@ def _held_out(models: Collection[LoadedModel]) -> list[str]:
                     found[str(place)] = None
     if not found:
         raise ConfigError(
-            "neither model is a run with held-out text: choose what to compare the models on with "
+            "neither model is a run with held-out text: add data to compare the models on with "
             "--text FILE, --tasks TASK or --prompt TEXT"
         )
     return list(found)

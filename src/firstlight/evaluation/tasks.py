@@ -260,7 +260,7 @@ def hub_hellaswag(limit: int | None = None) -> list[Item]:
         import datasets
     except ImportError as error:
         raise MissingDependencyError(
-            "datasets", "data", "hellaswag without a file (hellaswag,FILE.jsonl)"
+            "datasets", "data", "hellaswag without a file (use hellaswag,FILE.jsonl)"
         ) from error
     try:
         rows: Iterable[Mapping[str, Any]] = datasets.load_dataset(HUB_ID, split="validation")
@@ -320,7 +320,7 @@ def cleaned(text: str) -> str:
 def _text(row: Mapping[str, Any], name: str) -> str:
     value = row.get(name)
     if not isinstance(value, str) or not _is_unicode(value):
-        raise ValueError(f"{name} must be a text" if name in row else f"{name} is missing")
+        raise ValueError(f"{name} must be a string" if name in row else f"{name} is missing")
     return value
 
 

@@ -371,7 +371,8 @@ def _length_choices(
         # that was busy while its speed was measured can be several times as fast during the run.
         if epochs > defaults.MOST_EPOCHS / 16 or "schedule.epochs" in fixed:
             reason = (
-                f"at most {most:g} passes over the text: more passes would help little or overfit"
+                f"at most {most:g} passes over the text: more would bring little benefit or cause "
+                "overfitting"
             )
             yield Choice("schedule.epochs", most, reason)
     else:

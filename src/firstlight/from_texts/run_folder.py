@@ -329,8 +329,8 @@ def _changes_since(
     if shown:
         yield f"the texts have changed since the run in {folder} ({'; '.join(shown)})"
     elif "files" not in state:
-        # The files are unchanged, but an earlier version, which read fewer kinds of files, started
-        # the run.
+        # The files are unchanged, but an earlier version of firstlight started the run and read
+        # fewer kinds of files.
         yield f"the texts have changed, or are read differently, since the run in {folder}"
     else:
         return

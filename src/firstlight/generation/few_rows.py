@@ -347,8 +347,8 @@ ROW_MULTIPLE = 32
 
 
 class Int8Linear(nn.Module):
-    """Linear layer with int8 weights from -127 to 127 and one scale per output, which needs half
-    the memory of a bf16 layer. Inputs have shape [..., in], outputs have shape [..., out], and both
+    """Linear layer with int8 weights from -127 to 127 and one scale per output. It needs half the
+    memory of a bf16 layer. Inputs have shape [..., in], outputs have shape [..., out], and both
     are bf16.
 
     Source: pytorch-labs/gpt-fast `quantize.py` (weight-only int8). Weights are rounded to the

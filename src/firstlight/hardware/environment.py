@@ -113,8 +113,8 @@ def takes_expandable_segments(root: Path = Path("/")) -> bool:
 
 
 def set_for_command(variables: Mapping[str, str]) -> None:
-    """Set the variables for a command. The new values replace those that `import firstlight` has
-    set in this process or in the process that started the command.
+    """Set the environment variables for a command. They override the values that were set when
+    firstlight was imported, either in this process or in its parent.
     """
     if _is_from_import():
         os.environ.pop("GOMP_SPINCOUNT", None)

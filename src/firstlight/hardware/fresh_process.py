@@ -366,7 +366,7 @@ def _serve(measure: Any) -> None:
 
 
 def _child(measure: Any, job: dict[str, Any]) -> None:
-    """Run the measurement of a job, and end the process.
+    """Run the measurement of a job, then exit the process.
 
     Args:
         measure: function that maps the request to the result.

@@ -676,7 +676,7 @@ _TAKEN_FOR_EXPERTS = ("gate_proj", "up_proj", "down_proj")
 
 
 def peft_notes(model: Model) -> list[str]:
-    """Return one-line messages about adapters of the model that PEFT can't load."""
+    """Return one-line messages about the model's adapters that PEFT can't load."""
     names = [name for name, _ in lora_layers(model)]
     tables = (n.rpartition(".")[0] for n in lora_parameters(model))
     head = model.head_file_name.removesuffix(".weight")

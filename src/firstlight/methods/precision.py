@@ -93,9 +93,9 @@ def autocast(device: torch.device, dtype: torch.dtype) -> contextlib.AbstractCon
 
 
 def keep_bf16_residual(model: Model) -> None:
-    """Change the dtype of a plain model's residual stream from fp32 to that of autocast. The
-    residual stream is rounded before the first layer, and norms, which are computed in fp32, return
-    the same dtype."""
+    """Change the dtype of a plain model's residual stream from fp32 to the autocast dtype. The
+    residual stream is rounded before the first layer. Norms are still computed in fp32, but return
+    the autocast dtype."""
     for module in model.modules():
         if isinstance(module, nn.LayerNorm):
             module.forward = functools.partial(_layer_norm, module)  # type: ignore[method-assign]
@@ -219,8 +219,8 @@ def convert_to_fp8(model: nn.Module) -> None:
 
     layers = fp8_layers(model)
     convert_to_float8_training(model, module_filter_fn=lambda _, name: name in layers)
-    # torchao has a module only for weights of shape [out, in]. GPT-2's layers, whose weights have
-    # the shape [in, out], use the settings of this module.
+    # torchao's module only supports weights of shape [out, in]. GPT-2's layers, whose weights have
+    # the shape [in, out], keep their class and multiply with the settings of torchao's module.
     settings = Float8Linear(1, 1, bias=False, device="meta", config=Float8LinearConfig())
     for layer in layers.values():
         if isinstance(layer, Conv1D):

@@ -43,9 +43,9 @@ class Experts(nn.Module):
     def forward(self, x_NC: Tensor, experts_NK: Tensor, weights_NK: Tensor) -> Tensor:
         """Return the weighted sum of the outputs of each token's experts, [N, C].
 
-        Visits are sorted by expert, so that all visits of an expert form one block of a grouped
-        matrix product. All operations are permutations or sums in a fixed order, so the result is
-        bitwise reproducible, even on a GPU.
+        Pairs of a token and one of its experts are sorted by expert, so that all tokens routed to
+        an expert form one block of a grouped matrix product. All operations are permutations or
+        sums in a fixed order, so the result is bitwise reproducible, even on a GPU.
 
         Args:
             x_NC: input of the layer.
@@ -249,9 +249,9 @@ def _takes_blocks(x_MC: Tensor, weight_EFC: Tensor) -> bool:
     return on_cpu and len(x_MC) >= ROWS_OF_BLOCKS * len(weight_EFC)
 
 
-#: Number of kinds of matrix products that the experts compute in a step. For each of the two
-#: weights, there is one product in the forward pass, one for the gradient of the input, and one for
-#: the gradient of the weight.
+#: Number of distinct matrix products that the experts compute per step: for each of the two
+#: weights, one in the forward pass, one for the gradient of the input, and one for the gradient of
+#: the weight.
 _PRODUCTS = 6
 #: Number of products whose code oneDNN caches, and memory in bytes per cached product (0.7 MiB).
 #: Both were measured on an AMD EPYC with avx512_bf16, in a run that filled the cache.
@@ -298,7 +298,7 @@ def _blocks(x_MC: Tensor, ends_E: Tensor) -> Iterator[tuple[slice, slice, slice]
 
 def _split(rows: Tensor, ends_E: Tensor) -> tuple[Tensor, ...]:
     """Return views of the rows of each expert."""
-    # `tolist` waits for the device, so this function is used only without a grouped kernel.
+    # `tolist` waits for the device, so this is used only if no grouped kernel is available.
     return torch.split(rows, ends_E.diff(prepend=ends_E.new_zeros(1)).tolist())
 
 

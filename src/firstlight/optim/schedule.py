@@ -255,9 +255,9 @@ class ScheduleConfig(Section):
     """number of passes over the training split, instead of max_steps; can be fractional."""
     max_minutes: float | None = Field(None, gt=0)
     """duration of the training loop in minutes, including evaluations and saves. The number of
-    steps is decided during the run from the measured time per step (with wsd, when the decay must
-    begin; with cosine and linear, after the warm-up), and corrected if the speed changes later.
-    max_steps or epochs, if also set, is an upper limit."""
+    steps is decided during the run, based on the measured time per step: with wsd when the decay
+    has to begin, with cosine and linear after the warm-up. It is corrected if the speed changes
+    later. If max_steps or epochs is also set, it is an upper limit."""
     warmup_steps: int | None = Field(None, ge=0)
     """number of steps over which the learning rate rises; null is 5% of decay_steps."""
     warmup_tokens: int | None = Field(None, ge=0)

@@ -151,8 +151,8 @@ def launch(command: Sequence[str], options: Launch, on_restart: Sequence[str] = 
         agent = _Agent(command, options, tuple(on_restart), Path(temporary))
         result = None  # torch also returns None if the rendezvous is closed.
         problem = (
-            "was closed by another machine before this one joined, because the run has ended "
-            "there: start the run on all machines again"
+            "was closed by another machine before this one joined, because the run ended on that "
+            "machine: restart the run on all machines"
         )
         try:
             result = agent.run()
@@ -206,8 +206,8 @@ class _Ended:
             return f"{name} {lines[-1]}"
         if self.code < 0:
             hint = ": most likely out of memory" if self.code == -signal.SIGKILL else ""
-            return f"{name} it was killed by {signal.Signals(-self.code).name}{hint}"
-        return f"{name} it ended with exit code {self.code}"
+            return f"{name} killed by {signal.Signals(-self.code).name}{hint}"
+        return f"{name} exited with code {self.code}"
 
 
 class _Agent(LocalElasticAgent):

@@ -62,9 +62,10 @@ class DistributedConfig(Section):
     backward pass; false gathers each layer once and keeps it in memory until its backward pass."""
     tensor_parallel: int = Field(1, ge=1)
     """number of neighbouring processes, ideally on one machine, that share the computation of each
-    layer for the same sequences, each with some of the attention heads and a part of the MLP. This
-    is for Llama models whose layers are too large for one GPU. If the run has more processes than
-    that, engine "auto" is "fsdp" between the groups."""
+    layer for the same sequences. Each process holds some of the attention heads and part of the
+    MLP. This is for Llama models whose layers are too large for one GPU. If there are more
+    processes, they are divided into groups of this size, and engine "auto" uses "fsdp" across the
+    groups."""
     pipeline: int = Field(1, ge=1)
     """number of pipeline stages. Each stage is a process that computes consecutive layers of a
     Llama model. The micro-batches of a step pass through all stages. This is for models that are
@@ -346,7 +347,7 @@ class DDPEngine(Engine):
 
     @contextlib.contextmanager
     def session(self) -> Iterator[None]:
-        """See `Engine.session`. The model wrapped by `share` can't be used after the exit."""
+        """See `Engine.session`. The model wrapped by `share` can't be used after the session."""
         try:
             yield
         finally:

@@ -1,7 +1,7 @@
 """Read the files in a run folder, even while the run is active.
 
-Functions read complete files, or metrics as curves. Classes read lines while another process writes
-them.
+The functions read complete files, or return metrics as curves. The classes read lines while another
+process writes them.
 """
 
 from __future__ import annotations

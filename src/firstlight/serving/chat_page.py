@@ -36,7 +36,7 @@ _FOREIGN_VARIABLES = re.compile(
     r"(CHAINLIT|OAUTH|SLACK|TEAMS|DISCORD|LITERAL)_\w+|DATABASE_URL|BUCKET_NAME"
 )
 
-#: Time limit in seconds for running answers to finish when the server shuts down.
+#: Time limit in seconds for responses in progress to finish when the server shuts down.
 _GRACE_SECONDS = 2
 
 

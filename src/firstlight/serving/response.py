@@ -1,6 +1,6 @@
 """Response models and response formats. FastAPI generates the OpenAPI document from the models. A
-format writes a response, including log-probabilities if requested, either as a single body or as
-server-sent events.
+format defines how a response is written, including log-probabilities if requested: as a single body
+or as server-sent events.
 """
 
 from __future__ import annotations

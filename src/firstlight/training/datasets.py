@@ -98,7 +98,7 @@ def _report_missing(
             f"{', '.join(without)} {have} no validation split, so the run does not report val/loss"
         )
     elif without:
-        tell(f"no validation split, so not part of val/loss: {', '.join(without)}")
+        tell(f"not included in val/loss, without a validation split: {', '.join(without)}")
 
 
 def _prepared(

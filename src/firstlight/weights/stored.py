@@ -305,8 +305,8 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
             # checks the header.
             if not 0 < length <= state.state[0] - 8:
                 raise ModelError(
-                    f"{path} is damaged or truncated, copy it again: its header would be "
-                    f"{length:,} bytes long"
+                    f"{path} is damaged or truncated (it declares a header of {length:,} bytes): "
+                    "copy it again"
                 )
             content = file.read(length)
             if (count := content.count(b"{")) > _MOST_TENSORS:

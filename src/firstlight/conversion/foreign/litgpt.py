@@ -133,7 +133,7 @@ def _cut_qkv(path: Path, weights: Mapping[str, Any], rows: Sequence[int]) -> dic
 
 
 def _layout(*, qkv_bias: bool, qk_norm: bool) -> Layout:
-    """Return the layout of a Llama-like model of litgpt.
+    """Return the layout of a Llama-like litgpt model.
 
     Args:
         qkv_bias: True if queries, keys and values have biases.

@@ -1,4 +1,4 @@
-"""Read OpenAI's GPT-2 as saved by TensorFlow (openai/gpt-2 `src/model.py`). A model is a folder
+"""Read TensorFlow checkpoints of OpenAI's GPT-2 (openai/gpt-2 `src/model.py`). A model is a folder
 with `model.ckpt.*` and `hparams.json`.
 
 The checkpoint is read without TensorFlow, which would take 600 MB to install. It is a "tensor
@@ -97,7 +97,7 @@ LAYOUT = Layout(
 
 
 def open_folder(folder: Path) -> Opened:
-    """Open OpenAI's GPT-2 as saved by TensorFlow, which consists of `model.ckpt.*` and
+    """Open a TensorFlow checkpoint of OpenAI's GPT-2, which consists of `model.ckpt.*` and
     `hparams.json`.
     """
     bundles = bundles_in(folder)
