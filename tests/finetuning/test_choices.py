@@ -524,11 +524,11 @@ def test_fine_tuning_on_pairs_ends_with_share_in_right_order(tmp_path: Path, mod
     pairs = [{"prompt": f"What is {number}?", **answers} for number in range(40)]
     run = tuned(write_lines(tmp_path / "pairs.jsonl", pairs), model)
     assert run.reward_accuracy is not None
-    before, after = run.reward_accuracy
     first, *others = result_lines(run)
-    expected = f"{after:.1%} of held-out preference pairs in the right order (at the start: 0.0%)"
-    assert before == 0
-    assert first == f"result: {expected}"
+    assert first == (
+        f"result: {run.reward_accuracy:.1%} of held-out preference pairs in the right order "
+        "(relative to the starting model)"
+    )
     assert any(line.startswith("model: runs/pairs; report: ") for line in others)
 
 
