@@ -166,6 +166,19 @@ def test_fine_tuning_samples_answer_given_held_out_questions(tmp_path: Path, mod
     assert [prompt for prompt, _ in run.samples] == ["Who asks?"]
 
 
+def test_fine_tuning_run_of_version_that_prepared_data_differently_can_be_continued(
+    tmp_path: Path, model: Path
+) -> None:
+    chats = write_lines(tmp_path / "chats.jsonl", draw_records(40))
+    tuned(chats, model, overrides={"run.max_minutes": 1e-9})
+    path = Path("runs/chats/pipeline.json")
+    state = json.loads(path.read_text())
+    path.write_text(json.dumps(state | {"content_key": "older"}))
+    command = f"firstlight train runs/chats/recipe.yaml --resume --init-from {model}"
+    with pytest.raises(ConfigError, match=re.escape(f"{command} continues that run; ")):
+        tuned(chats, model, steps=None, overrides={}, resume=True)
+
+
 def test_fine_tuning_stopped_run_is_resumed(tmp_path: Path, model: Path) -> None:
     chats = write_lines(tmp_path / "chats.jsonl", draw_records(60))
     stop = {"run.max_minutes": 1e-9, "evaluation.sample_tokens": 4}
