@@ -546,6 +546,8 @@ def test_read_records_json_file_with_one_record_keeps_its_other_fields(tmp_path:
         {"system": "s", "data": [{"messages": say("a", "b")}] * 2},
         {"system": "s", "conversations": [{"prompt": "a", "completion": "b"}] * 2},
         {"system": "x", "data": [{"messages": say("a", "b"), "system": "s"}] * 2},
+        {"system": "x", "data": [{"messages": say("a", "b"), "system_prompt": "s"}] * 2},
+        {"system": "s", "data": [{"messages": say("a", "b"), "system": None}] * 2},
     ],
 )
 def test_read_records_json_file_with_system_beside_records_keeps_it(

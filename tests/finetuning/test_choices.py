@@ -166,6 +166,19 @@ def test_fine_tuning_samples_answer_given_held_out_questions(tmp_path: Path, mod
     assert [prompt for prompt, _ in run.samples] == ["Who asks?"]
 
 
+def test_fine_tuning_run_of_version_that_prepared_data_differently_can_be_continued(
+    tmp_path: Path, model: Path
+) -> None:
+    chats = write_lines(tmp_path / "chats.jsonl", draw_records(40))
+    tuned(chats, model, overrides={"run.max_minutes": 1e-9})
+    path = Path("runs/chats/pipeline.json")
+    state = json.loads(path.read_text())
+    path.write_text(json.dumps(state | {"content_key": "older"}))
+    command = f"firstlight train runs/chats/recipe.yaml --resume --init-from {model}"
+    with pytest.raises(ConfigError, match=re.escape(f"{command} continues that run; ")):
+        tuned(chats, model, steps=None, overrides={}, resume=True)
+
+
 def test_fine_tuning_stopped_run_is_resumed(tmp_path: Path, model: Path) -> None:
     chats = write_lines(tmp_path / "chats.jsonl", draw_records(60))
     stop = {"run.max_minutes": 1e-9, "evaluation.sample_tokens": 4}
@@ -524,11 +537,11 @@ def test_fine_tuning_on_pairs_ends_with_share_in_right_order(tmp_path: Path, mod
     pairs = [{"prompt": f"What is {number}?", **answers} for number in range(40)]
     run = tuned(write_lines(tmp_path / "pairs.jsonl", pairs), model)
     assert run.reward_accuracy is not None
-    before, after = run.reward_accuracy
     first, *others = result_lines(run)
-    expected = f"{after:.1%} of held-out preference pairs in the right order (at the start: 0.0%)"
-    assert before == 0
-    assert first == f"result: {expected}"
+    assert first == (
+        f"result: {run.reward_accuracy:.1%} of held-out preference pairs in the right order "
+        "(relative to the starting model)"
+    )
     assert any(line.startswith("model: runs/pairs; report: ") for line in others)
 
 

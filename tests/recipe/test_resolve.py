@@ -563,6 +563,12 @@ def test_schedule_of_resumed_run_keeps_its_curve() -> None:
     assert last_scale(kind="wsd", min_lr_ratio=0.1, earlier=late) > 0.1
 
 
+@pytest.mark.parametrize("keys", [{"min_lr_ratio": 0.1}, {"min_lr_ratio": 0, "decay_steps": 90}])
+def test_schedule_changed_to_end_at_zero_does_so_after_last_step(keys: dict[str, Any]) -> None:
+    trunk = {"schedule": {"kind": "wsd", "decay_starts_at_peak": None, **keys}}
+    assert last_scale(kind="wsd", earlier=trunk) > 0
+
+
 @pytest.mark.parametrize(
     "given",
     [

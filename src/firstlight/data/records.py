@@ -472,18 +472,24 @@ def _records_in(value: Any, *, is_inner: bool = False) -> list[Any]:
 
 
 def _with_shared(value: dict[str, Any], records: list[Any]) -> list[Any]:
-    """Return the records of a file, each with the system message and the tools that the file
-    contains once for all records.
+    """Return the records of a file. A record without a system message or tools gets those that the
+    file contains once for all records.
     """
-    names = {key: field_name(key) for key in value}
-    shared = {
-        key: value[key]
-        for key, name in names.items()
-        if name in TOOLS or (name in SYSTEM_FIELDS and isinstance(value[key], str))
-    }
-    if not shared:
-        return records
-    return [shared | (one if isinstance(one, dict) else {"messages": one}) for one in records]
+    kinds: tuple[tuple[Sequence[str], type], ...] = ((SYSTEM_FIELDS, str), (TOOLS, object))
+    for fields, kind in kinds:
+        shared = {
+            key: one
+            for key, one in value.items()
+            if field_name(key) in fields and isinstance(one, kind)
+        }
+        if shared:
+            rows = [one if isinstance(one, dict) else {"messages": one} for one in records]
+            records = [one if _has_any(one, fields) else one | shared for one in rows]
+    return records
+
+
+def _has_any(record: dict[str, Any], fields: Sequence[str]) -> bool:
+    return any(field_name(key) in fields for key, value in record.items() if value is not None)
 
 
 def _rows_of_columns(value: dict[str, Any]) -> list[Any]:

@@ -72,8 +72,8 @@ class TextRun:
             text.
         expected_bits_per_byte: lowest and highest expected value of `bits_per_byte`; None for
             fine-tuning and for a run that was stopped.
-        reward_accuracy: fractions of the held-out preference pairs whose preferred answer had the
-            higher reward, in the first and the last evaluation; None without preference pairs.
+        reward_accuracy: fraction of the held-out preference pairs whose preferred answer had the
+            higher reward at the last evaluation; None without such pairs or evaluation.
     """
 
     run_folder: Path
@@ -89,7 +89,7 @@ class TextRun:
     best: bool = False
     held_out_share: float = 1.0
     expected_bits_per_byte: tuple[float, float] | None = None
-    reward_accuracy: tuple[float, float] | None = None
+    reward_accuracy: float | None = None
 
 
 def result_of(call: RunCall, result: TrainResult | None, request: Request) -> TextRun:
@@ -111,7 +111,8 @@ def result_of(call: RunCall, result: TrainResult | None, request: Request) -> Te
     is_worse = bool(found) and min(found) < (1 - _WORSE) * found[-1]
     best = is_worse and kept is not None and kept.step in best_steps
     key = "val/reward_accuracy"
-    in_order = [line[key] for line in metrics if key in line]
+    # At step 0, all rewards are 0, because they are relative to the starting model.
+    in_order = [line[key] for line in metrics if line["step"] and key in line]
     samples = read_json_lines(folder / SAMPLES_NAME)
     prompt = first_words(samples[0]["prompt"]) if samples else ""
     last = max((line["step"] for line in samples), default=0)
@@ -145,7 +146,7 @@ def result_of(call: RunCall, result: TrainResult | None, request: Request) -> Te
         expected_bits_per_byte=None
         if stopped or not state.get("expected")
         else tuple(state["expected"]),
-        reward_accuracy=(in_order[0], in_order[-1]) if in_order else None,
+        reward_accuracy=in_order[-1] if in_order else None,
     )
 
 
@@ -260,10 +261,9 @@ def result_lines(run: TextRun) -> Iterator[str]:
         part = f", measured on {100 * share:.0f}% of it" if share < 0.995 else ""
         yield f"result: {run.bits_per_byte:.3f} bits per byte of held-out {kind}{part}{compared}"
     if run.reward_accuracy is not None:
-        before, after = run.reward_accuracy
         yield (
-            f"result: {after:.1%} of held-out preference pairs in the right order "
-            f"(at the start: {before:.1%})"
+            f"result: {run.reward_accuracy:.1%} of held-out preference pairs in the right order "
+            "(relative to the starting model)"
         )
     if run.best:
         yield (

@@ -319,6 +319,8 @@ def _changes_since(
         return
     if state["content_key"] == content_key:
         return
+    is_chat = state.get("kind") == "chat"
+    model = state.get("request", {}).get("init_from")
     before, now = state.get("files", {}), facts_of_files(request)
     kinds = {
         "changed": [name for name in now if name in before and before[name] != now[name]],
@@ -328,19 +330,19 @@ def _changes_since(
     shown = [f"{kind}: {first_names(names)}" for kind, names in kinds.items() if names]
     if shown:
         yield f"the texts have changed since the run in {folder} ({'; '.join(shown)})"
-    elif "files" not in state:
-        # The files are unchanged, but an earlier version of firstlight started the run and read
-        # fewer kinds of files.
+    elif "files" not in state or (is_chat and model == request.init_from):
+        # The files are unchanged, but an earlier version of firstlight started the run, and read
+        # fewer kinds of files or prepared conversations differently.
         yield f"the texts have changed, or are read differently, since the run in {folder}"
     else:
         return
     # A run on conversations reads the original files, so it can't be continued once they have
     # changed.
-    if state.get("begun") and not state.get("complete") and state.get("kind") != "chat":
-        model = state["request"].get("init_from")
+    if state.get("begun") and not state.get("complete") and not (is_chat and shown):
         start = [] if model is None else ["--init-from", model]
         command = ["firstlight", "train", str(folder / RECIPE_NAME), "--resume", *start]
-        yield f"{shlex.join(command)} continues that run with the old texts"
+        texts = "" if is_chat else " with the old texts"
+        yield f"{shlex.join(command)} continues that run{texts}"
 
 
 def earlier_request(request: Request, content_key: str, run_dir: str | Path | None) -> Request:

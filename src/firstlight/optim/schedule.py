@@ -282,8 +282,8 @@ class ScheduleConfig(Section):
     decay_starts_at_peak: bool | None = None
     """true starts the decay at the peak and ends it one step before the minimum, like the cosine
     schedules of nanoGPT, build-nanogpt and transformers; false starts the decay one step below the
-    peak and reaches the minimum in its last step. null is true if that step is the last of the run
-    and its learning rate would be 0, otherwise false."""
+    peak and reaches the minimum in its last step. null is true if the minimum is 0 and neither
+    decay_steps nor decay_tokens is set, otherwise false."""
     decay_fraction: float | None = Field(None, gt=0, le=1)
     """fraction of the run's steps for the decay of wsd; null is 0.2."""
     cooldown_steps: int | None = Field(None, gt=0)

@@ -372,12 +372,18 @@ def _resolve_curve(config: ScheduleConfig, earlier: Mapping[str, Any]) -> Schedu
     falls = KINDS_OF_KEYS["decay_starts_at_peak"]
     if config.decay_starts_at_peak is not None or config.kind not in falls:
         return config
-    is_given = config.decay_steps is not None or config.decay_tokens is not None
-    ends_at_zero = config.minimum_scale(1.0) == 0 and not is_given
+    is_late = earlier.get("decay_starts_at_peak")
     # Runs of older versions continue on their curve.
-    kept = earlier.get("kind") in falls
-    is_late = earlier.get("decay_starts_at_peak") if kept else ends_at_zero or None
+    is_kept = earlier.get("kind") in falls and (is_late or _ends_at_zero(earlier))
+    if not is_kept:
+        is_late = _ends_at_zero(config.model_dump()) or None
     return config.model_copy(update={"decay_starts_at_peak": is_late})
+
+
+def _ends_at_zero(schedule: Mapping[str, Any]) -> bool:
+    """Return True if a decay reaches a learning rate of 0 in the last step of the run."""
+    keys = ("min_lr_ratio", "min_learning_rate", "decay_steps", "decay_tokens")
+    return not any(schedule.get(key) for key in keys)
 
 
 def _resolve_optimizer(
