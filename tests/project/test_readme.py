@@ -25,7 +25,9 @@ _ADDRESSES = {
 #: Rows of README.md, and those of docs/comparison.md with the same answers.
 _ROWS = {
     "trains a tokenizer": "Trains a tokenizer on your texts",
-    "raw text in, model out; automatic settings": "One command from a folder of texts, settings chosen",
+    "raw text in, model out; automatic settings": (
+        "One command from a folder of texts, settings chosen"
+    ),
     "plans memory and speed": "Plans memory and speed, for other hardware too",
     "resume, bit for bit": "Resumes bit for bit after a kill, tested",
     "trains on a CPU": "Trains on a CPU",
