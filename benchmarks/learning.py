@@ -185,7 +185,9 @@ ROWS: dict[str, LearningRow] = {
         BEFORE,
         "a constant rate, then linear decay to zero over the last 60%",
     ),
-    "qk-norm": LearningRow({"model.model_type": "qwen3"}, BEFORE, "Qwen3's normalisation of queries and keys"),
+    "qk-norm": LearningRow(
+        {"model.model_type": "qwen3"}, BEFORE, "Qwen3's normalisation of queries and keys"
+    ),
     "untied-head": LearningRow(
         {"model.tie_word_embeddings": False, "optimizer.head_lr_multiple": 0.2},
         BEFORE,
@@ -876,7 +878,8 @@ This page compares the settings of new models (`new`) with those of nanoGPT and 
 earlier defaults. Each run is a separate `firstlight train` process.
 
 - **bits per byte**: The mean over seeds at the end of a run, measured on the held-out text or on
-  the number of its tokens given in the heading.
+  the number of its tokens given in the heading. All recipes share a tokenizer that was trained on
+  the full text. For Shakespeare with 2,048 tokens, this lowers bits per byte by 2.6%.
 - **seconds to baseline**: The training time that a recipe needs to reach the final bits per byte of
   the baseline.
 - **gain**: The reduction in bits per byte. The mean and the standard deviation are computed over
