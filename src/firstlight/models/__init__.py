@@ -1,8 +1,8 @@
 """Model families: their config classes, their models (plain `nn.Module`s), and `FAMILIES`, the
 table that lists all of them.
 
-Families that use `LlamaConfig` are defined in `llama_families.py`. Those whose layers differ from
-the layers of `Llama` have a model class in `llama_variants.py`.
+Families that use `LlamaConfig` are defined in `llama_families.py`. If the layers of such a family
+differ from the layers of `Llama`, its model class is in `llama_variants.py`.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ ModelConfig = (
 
 @dataclass(frozen=True)
 class Family:
-    """Config class, model class and specification of a model family."""
+    """The config class, the model class and the specification of a model family."""
 
     config: type[ModelConfig]
     model: type[GPT2] | type[Llama]
@@ -107,19 +107,19 @@ DEFAULT_FAMILY = LlamaConfig.default_type()
 
 
 def families_with(has: Callable[[Family], object]) -> str:
-    """Return a phrase such as "llama, qwen2 and phi3" that lists all families for which `has`
-    returns a true value."""
+    """Return the names of all families for which `has` returns a true value, as a phrase such as
+    "llama, qwen2 and phi3"."""
     *others, last = (name for name, family in FAMILIES.items() if has(family))
     return f"{', '.join(others)} and {last}"
 
 
 def build_model(config: ModelConfig, vocab_multiple: int = 1) -> Model:
-    """Create the model described by a config on torch's current default device. Its parameters are
-    not initialised.
+    """Create a model from its config on torch's current default device. The parameters are not
+    initialised.
 
     Args:
         config: config of the model.
-        vocab_multiple: the numbers of rows of the embedding and of the head are rounded up to a
+        vocab_multiple: the embedding and the head are padded so that their number of rows is a
             multiple of this number.
     """
     rows = padded_vocab_size(config.vocab_size, vocab_multiple)
@@ -132,8 +132,8 @@ def padded_vocab_size(vocab_size: int, multiple: int) -> int:
 
 
 def empty_model(config: ModelConfig, vocab_multiple: int = 1) -> Model:
-    """Create the model described by a config on the CPU. Memory for its parameters is allocated but
-    not initialised.
+    """Create a model from its config on the CPU. Memory is allocated for the parameters, but the
+    parameters are not initialised.
 
     This skips torch's default initialisation, which takes time. The caller must initialise the
     parameters or load their values. See `build_model` for the arguments.

@@ -25,7 +25,7 @@ class ParameterCount:
     shared experts are counted in `mlp`.
 
     Attributes:
-        idle: number of routed-expert parameters that any given token does not use.
+        idle: number of parameters in the routed experts that are not chosen for a token.
     """
 
     embedding: int
@@ -64,10 +64,9 @@ _META_MODELS = 4
 
 
 def meta_model(config: ModelConfig) -> Model:
-    """Return the model described by a config, on the meta device, where parameters use no memory.
+    """Create a model from its config on the meta device, where parameters do not take any memory.
 
-    A run or a plan needs the same model many times, so the model is cached. Callers must not modify
-    it.
+    The model is cached, because a run or a plan needs it many times. Callers must not modify it.
     """
     key = (type(config), config.model_dump_json())
     if key not in _meta_models:
@@ -84,7 +83,7 @@ def matrix_shapes(config: ModelConfig, vocab_multiple: int = 1) -> list[tuple[in
 
     Args:
         config: config of the model.
-        vocab_multiple: the number of rows of the embedding is rounded up to a multiple of this
+        vocab_multiple: the embedding is padded so that its number of rows is a multiple of this
             number.
     """
     with torch.device("meta"):
@@ -111,7 +110,8 @@ def count_parameters(model: Model) -> ParameterCount:
 
 
 def _part_for(model: Model, name: str) -> str:
-    """Return the part of the model that contains the parameter `name`, as one of `_PARTS`."""
+    """Return the part of the model that contains the parameter `name`. The result is one of
+    `_PARTS`."""
     parts = name.split(".")
     # All modules on the path, from the outermost to the parameter's owner.
     modules = [model.get_submodule(".".join(parts[: i + 1])) for i in range(len(parts) - 1)]
@@ -149,10 +149,10 @@ def train_flops_per_token(model: Model, seq_len: int, *, frozen: bool = False) -
     - Matrices: 6 FLOPs per weight that is applied to the token, 2 in the forward pass and 4 in the
       backward pass. The head is included even if it is tied. Embedding lookups and routed experts
       that are not chosen for the token are not included.
-    - Attention: 12 * heads * head_dim FLOPs per layer for each token that is attended to. Because
-      attention is causal, a token attends to half of the sequence on average, or less with a
-      sliding window. Chowdhery et al. 2022 (arXiv 2204.02311, appendix B) count the full sequence
-      instead.
+    - Attention: 12 * heads * head_dim FLOPs per layer for each token that the current token attends
+      to. Because attention is causal, a token attends to half of the sequence on average, or less
+      with a sliding window. Chowdhery et al. 2022 (arXiv 2204.02311, appendix B) count the full
+      sequence instead.
     - Linear attention: 18 FLOPs per element of the recurrent state. For each token, the element is
       decayed, read for the update, written, and read for the output.
 
@@ -195,8 +195,8 @@ def cache_bytes_per_token(config: ModelConfig, dtype: torch.dtype) -> int:
 
 
 def state_bytes(config: ModelConfig) -> int:
-    """Return the number of bytes of fp32 state that one sequence needs, summed over all layers with
-    linear attention. It does not depend on the sequence length."""
+    """Return the size in bytes of the recurrent states that all layers with linear attention store
+    for one sequence. The states are in fp32. Their size does not depend on the sequence length."""
     shapes = (shape for layer in config.state_shapes.values() for shape in layer)
     return sum(4 * math.prod(shape) for shape in shapes)
 

@@ -83,7 +83,7 @@ def _attention(q_BHTD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, *others: Any) -> 
     with torch.autocast(q_BHTD.device.type, enabled=False):
         for own, _, part in _parts(q_BHTD, k_BKSD, v_BKSD, *others):
             part.attend(out_BHTD[own])
-            del part  # frees its memory before the next part is created
+            del part  # free its memory before the next part is created
     return out_BHTD
 
 
@@ -97,7 +97,7 @@ def _(q_BHTD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, *_: Any) -> Tensor:
 def _empty_gradients(
     q_BHTD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, *others: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Create empty tensors for the gradients of queries, keys, values and sinks."""
+    """Create uninitialised tensors for the gradients of queries, keys, values and sinks."""
     # torch omits trailing arguments that have their default value.
     sinks_H = others[4] if len(others) > 4 else None
     grad_q, grad_k, grad_v = map(_like_projected, (q_BHTD, k_BKSD, v_BKSD))
@@ -143,12 +143,13 @@ _attention.register_autograd(_backward, setup_context=_save_inputs)
 
 @dataclass(frozen=True)
 class _Lost:
-    """The mask and the dropout that are applied to a `_Part`.
+    """The mask and the dropout for the attention weights of a `_Part`.
 
     Attributes:
         mask: bool [T, S] or [B, 1, T, S], true for the keys that each query attends to; None for a
             causal mask.
-        kept: bool [B, H, T, S], true for the weights that dropout keeps; None without dropout.
+        kept: bool [B, H, T, S], true for the weights that dropout keeps; None if there is no
+            dropout.
         growth: factor by which the remaining weights are multiplied, 1 / (1 - dropout).
     """
 
@@ -159,8 +160,8 @@ class _Lost:
     def hide_(self, scores_BHtS: Tensor, start: int, end: int, seen: int) -> None:
         """Mask, in place, the scores of keys that the block's queries must not attend to."""
         if self.mask is None:
-            # All queries of the block attend to all keys before the block, so only the keys at the
-            # block's own positions need a mask.
+            # All queries of a block attend to all keys at positions before the block. A mask is
+            # needed only for the keys at the positions of the block itself.
             near = scores_BHtS[..., seen - (end - start) :]
             near.masked_fill_(~causal_mask(end - start, end - start, near.device), -math.inf)
         else:
@@ -173,10 +174,11 @@ class _Lost:
 
 
 class _Part:
-    """A part of a batch for which attention is computed together: some rows, or some heads of one
-    row.
+    """A part of a batch whose attention is computed together. It consists of one or more sequences,
+    or of some of the heads of a single sequence.
 
-    In total, the rows of the part have N key-value heads, each of which is shared by G query heads.
+    The sequences of the part have N key-value heads in total. Each key-value head is shared by G
+    query heads.
 
     Scores are computed in fp32, as in fused kernels. In bf16, a score of 10 would have an error of
     up to 0.03, and the resulting attention weight would have an error of up to 3%. torch does not
@@ -270,7 +272,8 @@ class _Part:
         return weights[..., :-1].to(self._keys.dtype), taken
 
     def _with_sinks(self, scores_NXS: Tensor, sinks_H: Tensor) -> Tensor:
-        """Append the sinks to the scores [N, G * t, S] as one more column, [N, G * t, S + 1]."""
+        """Append the sinks to the scores [N, G * t, S] as an additional column. The result has the
+        shape [N, G * t, S + 1]."""
         rows, kept, groups = self._shape
         sinks = sinks_H.to(scores_NXS.dtype).view(1, kept, groups, 1)
         # X = G * t: the rows of each key-value head are ordered by query head, then by query.
@@ -342,7 +345,8 @@ class _Part:
 
 
 def _add_product(total: Tensor, first: Tensor, second: Tensor, is_first: bool) -> None:
-    """Add first.T @ second to `total`, or overwrite an empty `total` if `is_first`."""
+    """Add first.T @ second to `total`. If `is_first` is True, `total` is uninitialised and is
+    overwritten."""
     if is_first:
         torch.bmm(first.transpose(1, 2), second, out=total)
     else:
@@ -350,8 +354,9 @@ def _add_product(total: Tensor, first: Tensor, second: Tensor, is_first: bool) -
 
 
 def at_a_time(heads: int, kept: int, new: int, total: int) -> tuple[int, int]:
-    """Return how many rows of a batch, and how many key-value heads per row, are computed together.
-    A row has `heads` query heads, `kept` key-value heads, `new` queries and `total` keys."""
+    """Return the number of sequences, and the number of key-value heads per sequence, whose
+    attention is computed together. Each sequence has `heads` query heads, `kept` key-value heads,
+    `new` queries and `total` keys."""
     groups = heads // kept
     scores = groups * min(QUERIES, new) * total
     count = max(SCORES // max(scores, 1), _LEAST_HEADS // groups, 1)
@@ -369,8 +374,9 @@ def _parts(
     sinks_H: Tensor | None = None,
     scale: float | None = None,
 ) -> Iterator[tuple[tuple[slice, slice], tuple[slice, slice], _Part]]:
-    """Yield a tuple for each part of a batch: the slices of [B, H] (rows and query heads), the
-    slices of [B, K] (rows and key-value heads), and the part itself."""
+    """Divide a batch into parts. For each part, yield the slices that select its sequences and
+    query heads from [B, H], the slices that select its sequences and key-value heads from [B, K],
+    and the part itself."""
     (batch, heads, new, _), (_, kept, total, _) = q_BHTD.shape, k_BKSD.shape
     groups = heads // kept
     rows, some = at_a_time(heads, kept, new, total)
@@ -386,8 +392,9 @@ def _parts(
 
 
 def blocks_of(new: int, total: int) -> Iterator[tuple[int, int, int]]:
-    """Yield a tuple for each block of queries: the index of the first query, the end index
-    (exclusive), and the number of leading keys that the block's queries attend to."""
+    """Divide the queries into blocks. For each block, yield the index of its first query, the index
+    after its last query, and the number of keys, counted from the first key, that the queries of
+    the block can attend to."""
     for start in range(0, new, QUERIES):
         end = min(start + QUERIES, new)
         yield start, end, total - new + end
@@ -403,14 +410,14 @@ def _lost(
 
 
 def _like_projected(x_BHTD: Tensor, size: int | None = None) -> Tensor:
-    """Create an empty tensor [B, H, T, size] whose memory is ordered as [B, T, H, size], the order
-    in which linear projections write and read it. By default, `size` is D."""
+    """Create an uninitialised tensor of shape [B, H, T, size]. Its memory is ordered as [B, T, H,
+    size], like the inputs and outputs of linear projections. `size` defaults to D."""
     B, H, T, D = x_BHTD.shape
     return x_BHTD.new_empty(B, T, H, D if size is None else size).transpose(1, 2)
 
 
 def _sums_like(sinks_H: Tensor | None, q_BHTD: Tensor) -> Tensor:
-    """Create an empty tensor for the gradient of the sinks, in at least fp32. Its shape is [H], or
-    [0] without sinks."""
+    """Create an uninitialised tensor for the gradient of the sinks, in at least fp32. Its shape is
+    [H], or [0] if there are no sinks."""
     dtype = torch.promote_types(q_BHTD.dtype, torch.float32)
     return q_BHTD.new_empty(0 if sinks_H is None else len(sinks_H), dtype=dtype)

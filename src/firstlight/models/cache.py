@@ -50,8 +50,8 @@ class Cache(Protocol):
         in at least fp32. They are zero before the first token."""
 
     def set_state(self, layer: int, state: Sequence[Tensor]) -> None:
-        """Replace a layer's state with its state after the new tokens. The tensors have the same
-        shapes."""
+        """Replace a layer's recurrent state with its state after the new tokens. The shapes of the
+        tensors do not change."""
 
     def advance(self, new: int) -> None:
         """Increase the length of all sequences by `new` tokens. This is called after all layers
@@ -68,19 +68,19 @@ class KVCache:
         max_tokens: capacity of each sequence in tokens, including its prompt and new tokens.
         dtype, device: dtype and device of keys and values.
         value_dim: dimension of a value head; None for `head_dim`.
-        states: shapes, without the batch dimension, of the states that a layer stores instead of
-            keys and values, keyed by layer index (counted from 0).
+        states: shapes of the recurrent states that some layers store instead of keys and values,
+            keyed by the zero-based layer index. The shapes do not include the batch dimension.
 
     Attributes:
-        keys, values: one tensor [B, K, max_tokens, D] per layer; K is 0 in layers with states. If
-            all layers shared a single tensor, a compiled step would copy the whole tensor to write
-            one layer.
-        states: for each layer, a tuple of tensors [B, ...] in at least fp32; () for layers with
-            keys and values.
+        keys, values: one tensor [B, K, max_tokens, D] per layer. In layers that store recurrent
+            states, K is 0. If all layers shared a single tensor, a compiled step would copy the
+            whole tensor to write one layer.
+        states: recurrent states of each layer, as a tuple of tensors [B, ...] in at least fp32. The
+            tuple is empty for layers that store keys and values.
         length: number of tokens stored so far.
-        least_length: lower bound, in tokens, on the length from which length-dependent rotary
-            frequencies are computed. It is set when the sequences are known to become at least this
-            long.
+        least_length: minimum sequence length, in tokens, that is used to compute rotary frequencies
+            that depend on the length. It is set when the sequences are known to become at least
+            this long.
     """
 
     def __init__(
@@ -173,8 +173,8 @@ class KVCache:
         self.length += new
 
     def sequence(self, row: int, count: int = 1) -> KVCache:
-        """Return an empty cache of `count` sequences that shares memory with this cache's rows,
-        starting at row `row`.
+        """Return an empty cache for `count` sequences. It shares the memory of this cache's
+        sequences, starting with the sequence at index `row`.
 
         A prompt that is computed with the returned cache does not have to be copied into this
         cache.
@@ -188,7 +188,8 @@ class KVCache:
         return view
 
     def copy_row(self, source: int, target: int, length: int) -> None:
-        """Copy the states and the first `length` tokens of row `source` to row `target`."""
+        """Copy the recurrent states and the first `length` tokens of sequence `source` to sequence
+        `target`."""
         for layer in (*self.keys, *self.values):
             layer[target, :, :length] = layer[source, :, :length]
         for state in self.states:
@@ -196,18 +197,18 @@ class KVCache:
                 one[target] = one[source]
 
     def reorder(self, rows_B: Tensor) -> None:
-        """Replace each row b with row `rows_B[b]`. `rows_B` is int64 [B]."""
+        """Replace each sequence b with sequence `rows_B[b]`. `rows_B` is int64 [B]."""
         for tensor in self.tensors:
-            # Indexing makes a copy first, so rows can be swapped.
+            # Indexing makes a copy first, so sequences can be swapped.
             tensor.copy_(tensor[rows_B])
 
     def begin_with(self, other: KVCache, rows_B: Tensor) -> None:
-        """Copy row `rows_B[b]` of another cache to row b of this empty cache, for each b. `rows_B`
-        is int64 [B]."""
+        """For each b, copy sequence `rows_B[b]` of another cache to sequence b of this cache, which
+        must be empty. `rows_B` is int64 [B]."""
         for layer, computed in zip(
             (*self.keys, *self.values), (*other.keys, *other.values), strict=True
         ):
-            # Several rows can start with the same prompt, which is then computed only once.
+            # Several sequences can start with the same prompt, which is then computed only once.
             layer[:, :, : other.length] = computed[rows_B, :, : other.length]
         for own, states in zip(self.states, other.states, strict=True):
             for one, computed in zip(own, states, strict=True):
@@ -215,14 +216,14 @@ class KVCache:
         self.length = other.length
 
     def ragged(self, lengths: Tensor, reach: int) -> RaggedCache:
-        """Return a `RaggedCache` of the first `len(lengths)` sequences, which can have different
-        lengths."""
+        """Return a `RaggedCache` for the first `len(lengths)` sequences, in which each sequence can
+        have a different length."""
         return RaggedCache(self.keys, self.values, lengths, reach, states=self.states)
 
 
 class RaggedCache:
-    """A batch of the first `len(lengths)` sequences of a `KVCache`, which can have different
-    lengths. It shares the memory of the `KVCache`.
+    """A cache for sequences of different lengths. It contains the first `len(lengths)` sequences of
+    a `KVCache` and shares the memory of the `KVCache`.
 
     Cache positions beyond the length of a sequence have no effect, because the model masks them.
 
@@ -248,8 +249,8 @@ class RaggedCache:
         self.values = values
         self.states = states
         self.lengths, self.reach = lengths, reach
-        #: Row indices [B, 1] and positions [B, T] of the new tokens, which are the same in all
-        #: layers.
+        #: Indices of the sequences [B, 1] and positions of the new tokens [B, T]. They are the same
+        #: in all layers.
         self._places: tuple[Tensor, Tensor] | None = None
 
     @property
@@ -278,9 +279,9 @@ class RaggedCache:
             self._places = rows_B1, self.positions(k_BKTD.shape[2])
         rows_B1, cache_positions_BT = self._places
         keys, values = self.keys[layer], self.values[layer]
-        # With index tensors on both sides of the head dimension, torch moves B and T to the front,
-        # so the new keys and values are transposed. Index assignment does not cast, unlike slice
-        # assignment, so `to` is needed.
+        # Because there are index tensors on both sides of the head dimension, torch moves the
+        # dimensions B and T to the front. The new keys and values are transposed to match. Unlike
+        # slice assignment, index assignment does not convert the dtype, so `to` is needed.
         keys[rows_B1, :, cache_positions_BT] = k_BKTD.transpose(1, 2).to(keys.dtype)
         values[rows_B1, :, cache_positions_BT] = v_BKTD.transpose(1, 2).to(values.dtype)
         return keys[:count, :, : self.reach], values[:count, :, : self.reach]

@@ -157,8 +157,8 @@ class DeepseekConfig(DecoderConfig):
     v_head_dim: int = Field(32, gt=0)
     """number of dimensions of each value head."""
     rope_interleave: bool = True
-    """true rotates the pairs of dimensions (2i, 2i + 1), false (i, i + R/2), where R is
-    qk_rope_head_dim (deepseek_v3)."""
+    """true rotates the pairs of dimensions (2i, 2i + 1); false rotates the pairs (i, i + R/2),
+    where R is qk_rope_head_dim (deepseek_v3)."""
     first_k_dense_replace: int = Field(1, ge=0)
     """number of initial layers that have a dense MLP instead of experts."""
     num_experts: int = Field(8, gt=0, le=10_000)
@@ -206,8 +206,8 @@ class DeepseekConfig(DecoderConfig):
             raise ValueError("norm_topk_prob and rope_interleave are keys of deepseek_v3 models")
         return self
 
-    # This overrides `DecoderConfig._check_visited`, because a token can choose among fewer experts
-    # if they are divided into groups.
+    # If the experts are divided into groups, each token can use only the experts of some groups.
+    # Therefore, this method overrides `DecoderConfig._check_visited`.
     @model_validator(mode="after")
     def _check_visited(self) -> Self:
         if self.num_experts % self.n_group or self.topk_group > self.n_group:
@@ -365,10 +365,10 @@ class DeepseekRouter(Router):
     """The router of a layer. Its linear projection has no bias.
 
     Attributes:
-        has_bias: True for V3.
-        e_score_correction_bias: fp32 bias [E] that is added to the scores for choosing experts (V3
-            only). It is a buffer, so it does not receive a gradient. It is never cast, and it is
-            saved with the weights.
+        has_bias: True for DeepSeek-V3, whose routers have an `e_score_correction_bias`.
+        e_score_correction_bias: fp32 bias [E] that is added to the scores when experts are chosen.
+            Only DeepSeek-V3 has this bias. It is a buffer, so it does not receive a gradient. It is
+            always stored in fp32, and it is saved with the weights.
     """
 
     e_score_correction_bias: Tensor
@@ -417,9 +417,10 @@ class DeepseekMLP(RoutedMLP):
         return logits_NE.sigmoid() if self.gate.has_bias else logits_NE.softmax(-1)
 
     def chosen(self, scores_NE: Tensor) -> Tensor:
-        """Return the indices of each token's experts, int64 [N, K], for the scores [N, E]. These
-        are the K experts with the highest scores in the token's `topk_group` best groups. In V3,
-        the bias is added to the scores before groups and experts are ranked."""
+        """Choose the experts of each token from the scores [N, E], and return their indices, int64
+        [N, K]. The best `topk_group` groups are selected first. The K experts with the highest
+        scores are then chosen from these groups. In V3, the bias is added to the scores before
+        groups and experts are ranked."""
         config = self.config
         # The choice of experts is not differentiable. The bias affects which experts are chosen,
         # but not the weights of their outputs.
@@ -433,8 +434,8 @@ class DeepseekMLP(RoutedMLP):
             kept_NG = best.topk(config.topk_group, dim=-1).indices
             is_out_NG = torch.ones_like(best, dtype=torch.bool).scatter_(1, kept_NG, False)
             wanted_NE = groups_NGX.masked_fill(is_out_NG[..., None], -math.inf).flatten(1)
-        # The indices are unsorted, as in transformers, because the outputs of the experts are added
-        # in this order.
+        # The indices are not sorted by score, as in transformers. The outputs of the experts are
+        # added in the order of the indices, so a different order would change the rounding.
         return wanted_NE.topk(config.num_experts_per_tok, dim=-1, sorted=False).indices
 
     def route(self, x_NC: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -477,8 +478,8 @@ class Deepseek(Llama):
                 module.e_score_correction_bias.zero_()
 
     def make_cache(self, batch_size: int, max_tokens: int, dtype: torch.dtype) -> KVCache:
-        """Create an empty cache, in which `KVCache.keys` contains the KV latents [B, 1, S, L], and
-        `KVCache.values` the rotated keys [B, 1, S, R], which all heads share."""
+        """Create an empty cache. `KVCache.keys` stores the KV latents [B, 1, S, L].
+        `KVCache.values` stores the rotated keys [B, 1, S, R], which all heads share."""
         config = self.config
         return KVCache(
             config.num_hidden_layers,

@@ -27,13 +27,13 @@ class AttentionSpec:
         dropout: probability of dropping an attention weight in training.
         scale: factor by which the scores are multiplied; None for 1 / sqrt(head_dim).
         softcap: soft cap c of the scores s, which become c tanh(s / c); None for no cap.
-        rope: index of the rotary table for queries and keys; None for no rotation. The index is 0,
-            or 1 for the second table, which layers with a window can use.
+        rope: index of the rotary table that is applied to queries and keys; None for no rotation.
+            Index 1 is a second table, which some families use in layers with a window.
         sinks: True if each head has an attention sink, a learned logit in its softmax that has no
             value vector.
         value_dim: dimension of a value head; None for the dimension of a key head.
-        state_size: number of elements in the recurrent state of a linear-attention layer; 0 for a
-            layer with attention to every earlier token.
+        state_size: number of elements in the recurrent state of a layer with linear attention; 0
+            for all other layers.
     """
 
     window: int | None = None
@@ -53,7 +53,7 @@ class ExpertNames:
     Attributes:
         module: name of the layer's module that contains the router and the experts.
         matrices: names of an expert's matrices, keyed by "gate", "up" and "down".
-        size: config.json's key for the inner width of an expert.
+        size: name of the config.json key that specifies the inner width of an expert.
     """
 
     module: str
@@ -102,12 +102,13 @@ class GGUFSpec:
         counts: mapping from the name of an integer config key to its name in GGUF.
         optional: keys of `numbers` and `counts` that can be None. In GGUF files, a missing number
             or a count of 0 represents None.
-        layer: kind of layer, which determines its tensors: "llama", "named" (the tensors listed in
-            `block`), "latent" (multi-head latent attention), "sinks" (attention sinks) or "delta"
-            (gated delta rule).
-        block: mapping from the GGUF name of a module in a layer to the family's name for it. It is
-            used for layers of the kind "named", in which all projections have biases and one matrix
-            computes queries, keys and values; {} for the other kinds.
+        layer: kind of the layers, which determines their tensors: "llama", "named" (the tensors
+            listed in `block`), "latent" (multi-head latent attention), "sinks" (attention sinks) or
+            "delta" (gated delta rule).
+        block: mapping from the GGUF name of a module in a layer to the name that the family uses.
+            It is required for layers of the kind "named" and is empty for all other kinds. In
+            "named" layers, all projections have biases, and one matrix computes queries, keys and
+            values.
         head: "written" if llama.cpp requires a tensor for the head even if it is tied to the
             embedding; "tied" if it always uses the embedding as the head; "" if it supports tied
             and untied heads.
@@ -121,9 +122,9 @@ class GGUFSpec:
             "latent".
         inner_eps: epsilon that the model uses for normalisation inside attention, where llama.cpp
             always uses rms_norm_eps; None if the model uses rms_norm_eps as well.
-        wide_scale_layers: number of layers of the one model in the family for which llama.cpp uses
-            hidden_size / num_attention_heads, instead of head_dim, as query_pre_attn_scalar.
-            llama.cpp recognises the model by this number. 0 if the family has no such model.
+        wide_scale_layers: number of layers by which llama.cpp recognises a specific model of the
+            family. For this model, llama.cpp uses hidden_size / num_attention_heads as
+            query_pre_attn_scalar, instead of head_dim. 0 if the family has no such model.
     """
 
     architecture: str
@@ -167,8 +168,8 @@ class RopeSpec:
 
     Attributes:
         kinds: kinds of scaling that the family supports in addition to "default"; () means all.
-        other_kinds: mapping from alternative names for kinds in config.json to the names of the
-            kinds.
+        other_kinds: mapping from alternative names of kinds, which config.json can contain, to the
+            names used here.
         polar: True if transformers computes the rotation as a product of complex numbers (see
             `rope_tables`).
         partial_factor: fraction of each head that is rotated if config.json does not specify it.
@@ -198,10 +199,10 @@ class FamilySpec:
     Attributes:
         architecture: name of transformers' class, as in config.json's "architectures".
         gguf: representation in GGUF files.
-        own_keys: config keys that this family has and other families with the same config class do
-            not.
-        json_names: mapping from the name of a config key to its name in config.json, for keys whose
-            names differ.
+        own_keys: config keys of this family that other families with the same config class do not
+            have.
+        json_names: mapping from the name of a config key to its name in config.json. It contains
+            only keys whose names differ.
         hf_defaults: default values of Hugging Face's config class that differ from the defaults in
             recipes. They apply to keys that config.json omits. See `hf_values`.
         qkv_bias: True if queries, keys and values always have biases.
@@ -212,7 +213,7 @@ class FamilySpec:
         norm_kind: "rms" for RMSNorm, "one_plus" for RMSNorm that multiplies by 1 + weight, or
             "layer" for LayerNorm with a bias.
         activation: name of the MLP's activation in config.json.
-        activation_key: key of the activation in config.json.
+        activation_key: name of the config.json key that specifies the activation.
         gated: True if the MLP has a gate, as in SwiGLU and GeGLU.
         fused: True if one matrix computes queries, keys and values, and a second matrix computes
             the gate and up projections; "mlp" if only the gate and up projections are fused.
@@ -230,14 +231,15 @@ class FamilySpec:
         indivisible: reason why tensor parallelism can't shard the layers; "" if they can be
             sharded.
         has_window_switch: True if config.json has the key use_sliding_window.
-        experts: names of the experts in the checkpoint files; None for dense models, and if the
-            files store the experts in stacked tensors.
+        experts: names of the experts in the checkpoint files; None for dense models and for
+            families whose files store the experts in stacked tensors.
         has_buffers: True if the checkpoint files contain tensors that are buffers of the model.
         has_mxfp4: True if the checkpoint files can store the experts in MXFP4.
         left_out: name prefixes of tensors in the checkpoint files that are ignored, because they
             are not part of the model.
-        tokenizer_split: key in `SPLIT_PATTERNS` of the pattern that transformers uses to split text
-            with any tokenizer of the family; None if the tokenizer's own pattern is used.
+        tokenizer_split: key in `SPLIT_PATTERNS`. It selects the pattern with which transformers
+            splits text for all tokenizers of the family. None if transformers uses the pattern that
+            is stored with the tokenizer.
     """
 
     architecture: str
@@ -357,15 +359,15 @@ class FamilyConfig(Section):
 
     @property
     def state_shapes(self) -> Mapping[int, tuple[tuple[int, ...], ...]]:
-        """Shapes, without the batch dimension, of the states that layers cache instead of keys and
-        values, keyed by layer index (counted from 0)."""
+        """Shapes of the recurrent states that some layers cache instead of keys and values, keyed
+        by the zero-based layer index. The shapes do not include the batch dimension."""
         return {}
 
     @property
     def long_from(self) -> int | None:
         """Sequence length in tokens at which the rotary frequencies change; None if they never
-        change. Keys that were cached for a shorter prefix can't be reused for sequences of at least
-        this length."""
+        change. If a sequence reaches this length, attention keys that were cached for a shorter
+        prefix of it can't be reused."""
         return rope_changes_at(getattr(self, "rope_scaling", None))
 
     @property

@@ -172,8 +172,8 @@ class GPT2Config(FamilyConfig):
             for ours, theirs in cls.hf_names.items()
             if config.get(theirs) is not None
         }
-        # These are the defaults of transformers' config class, because config.json can omit these
-        # keys.
+        # config.json can omit these keys. In that case, the defaults of transformers' config class
+        # apply.
         defaults = {"embd_pdrop": 0.1, "attn_pdrop": 0.1, "resid_pdrop": 0.1, "vocab_size": 50257}
         known["activation_function"] = _ACTIVATIONS[activation]
         # OpenAI's config.json does not contain this key, and the model has biases.
@@ -215,8 +215,8 @@ class GPT2Config(FamilyConfig):
 
 
 class Conv1D(nn.Module):
-    """A linear layer, [..., in] to [..., out], whose weight is stored as [in, out], as in OpenAI's
-    release.
+    """A linear layer whose weight is stored as [in, out], as in OpenAI's release. Inputs have shape
+    [..., in], and outputs have shape [..., out].
 
     Attributes:
         stores_transposed: always True. Code that handles both layouts of linear layers reads this
@@ -254,7 +254,7 @@ class GPT2Attention(SelfAttention):
         self.attend = attention
 
     def forward(self, x_BTC: Tensor, mask: Any, cache: Cache | None) -> Tensor:
-        """Compute attention, [B, T, C] to [B, T, C].
+        """Compute attention. The result has the shape [B, T, C].
 
         Args:
             x_BTC: normalised input of the layer, [B, T, C].
@@ -276,8 +276,8 @@ class GPT2Attention(SelfAttention):
 
 
 class GPT2MLP(nn.Module):
-    """MLP, [B, T, C] to [B, T, C]. The activation is ReLU, exact GELU (Hendrycks and Gimpel 2016,
-    arXiv 1606.08415) or its tanh approximation."""
+    """The MLP of a layer. Inputs and outputs have shape [B, T, C]. The activation is ReLU, exact
+    GELU (Hendrycks and Gimpel 2016, arXiv 1606.08415) or its tanh approximation."""
 
     def __init__(self, config: GPT2Config) -> None:
         super().__init__()
@@ -292,8 +292,8 @@ class GPT2MLP(nn.Module):
 
 
 class GPT2Block(nn.Module):
-    """One layer, [B, T, C] to [B, T, C]. The inputs of attention and of the MLP are normalised, and
-    their outputs are added to the residual stream."""
+    """One layer. Inputs and outputs have shape [B, T, C]. The inputs of attention and of the MLP
+    are normalised, and their outputs are added to the residual stream."""
 
     def __init__(self, config: GPT2Config, layer: int) -> None:
         super().__init__()
@@ -341,8 +341,8 @@ class GPT2(LanguageModel):
     def decode(
         self, input_ids: Tensor, document_ids: Tensor | None, cache: Cache | None
     ) -> tuple[Tensor, list[Tensor]]:
-        """Return the last layer's output [B, T, C], and an empty list, because there are no
-        routers. See `LanguageModel.decode`."""
+        """Return the last layer's output [B, T, C] and an empty list of router logits, because
+        GPT-2 has no routers. See `LanguageModel.decode`."""
         positions, cache_positions, total = token_positions(input_ids, document_ids, cache)
         mask = self.make_mask(cache_positions, total, None, document_ids)
         x_BTC = self.transformer.wte(input_ids) + self.transformer.wpe(positions)

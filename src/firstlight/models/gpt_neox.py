@@ -2,7 +2,7 @@
 
 - LayerNorm in place of RMSNorm, and biases on all projections of the layers;
 - one matrix for queries, keys and values, whose rows are interleaved by head;
-- rotary positions for only a part of each head;
+- rotary positions that apply to only a part of each head;
 - an MLP with GELU and no gate;
 - attention and MLP in parallel, each with its own norm.
 
@@ -117,7 +117,7 @@ class GPTNeoXAttention(LlamaAttention):
 
 
 class GPTNeoXMLP(nn.Module):
-    """MLP with GELU, [B, T, C] to [B, T, C]."""
+    """An MLP with GELU. Inputs and outputs have shape [B, T, C]."""
 
     def __init__(self, config: GPTNeoXConfig) -> None:
         super().__init__()

@@ -64,15 +64,15 @@ class LanguageModel(nn.Module):
         make_mask: function that makes the masks for the layers' `attend`; efficiency methods
             replace it together with `attend`.
         norm_init: initial value of the weights of norms.
-        router_statistics: statistics of the routers, collected in training since the statistics
+        router_statistics: statistics of the routers, accumulated over all training steps since they
             were last read; None for a dense model.
         embedding_name: name of the module with the token embedding.
         layers_name: name of the module list that contains the layers.
         final_modules: names of the modules that follow the layers (the final norm and the head).
         head_file_name: name of the head's weight in the family's checkpoint files. In the model,
             the name is always `lm_head.weight`.
-        residual_projections: name substrings of the projections that write into the residual
-            stream.
+        residual_projections: substrings that occur in the names of the projections that write into
+            the residual stream.
         zero_vectors: name suffixes of the vectors that are initialised to zero. All other vectors
             are weights of norms.
         tensor_parallel_plan: mapping from a module's name to its kind of sharding in tensor
@@ -124,8 +124,8 @@ class LanguageModel(nn.Module):
     @torch.no_grad()
     def init_weights(self, generator: torch.Generator, init: InitConfig | None = None) -> None:
         """Draw the initial weights from a normal distribution with mean 0 and standard deviation
-        `initializer_range`; biases and attention sinks are set to zero, and weights of norms to
-        `norm_init`.
+        `initializer_range`. Biases and attention sinks are set to zero, and weights of norms are
+        set to `norm_init`.
 
         Projections that write into the residual stream are scaled by 1/sqrt(2 layers), so that the
         variance of the residual stream does not grow with depth (Radford et al. 2019, GPT-2).
@@ -179,8 +179,8 @@ class LanguageModel(nn.Module):
                     parameter.data = parameter.data.to(dtype)
 
     def make_cache(self, batch_size: int, max_tokens: int, dtype: torch.dtype) -> KVCache:
-        """Create an empty cache on the model's device. It stores keys and values, and the states of
-        layers with linear attention. See `KVCache` for the arguments."""
+        """Create an empty cache on the model's device. It stores keys and values, and the recurrent
+        states of layers with linear attention. See `KVCache` for the arguments."""
         return KVCache(
             self.config.num_hidden_layers,
             self.config.num_key_value_heads,
@@ -195,8 +195,8 @@ class LanguageModel(nn.Module):
     def decode(
         self, input_ids: Tensor, document_ids: Tensor | None, cache: Cache | None
     ) -> tuple[Tensor, list[Tensor]]:
-        """Return the last layer's output [B, T, C], and a list with the router logits [N, E] of
-        each layer with experts. See `forward` for the arguments."""
+        """Return the last layer's output [B, T, C] and a list of router logits, with one tensor [N,
+        E] for each layer with experts. See `forward` for the arguments."""
         raise NotImplementedError
 
     def finish(self, x_BTC: Tensor) -> Tensor:
@@ -227,9 +227,9 @@ class LanguageModel(nn.Module):
                 and positions start at 0 in each document. Can't be combined with a cache.
             cache: keys and values of the tokens before `input_ids`. The keys and values of
                 `input_ids` are added to the cache.
-            logits_to_keep: positions for which logits are computed. An integer is the number of
-                positions at the end of the sequences, where 0 means all positions. A tensor, int64
-                [B], contains one position per sequence.
+            logits_to_keep: positions for which logits are computed. An integer n selects the last n
+                positions of each sequence, and 0 selects all positions. A tensor, int64 [B],
+                selects one position per sequence.
 
         Returns:
             Without labels, the logits [B, T, V] of the next token. With labels, the cross-entropy

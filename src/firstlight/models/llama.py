@@ -33,14 +33,15 @@ from firstlight.models.rope import Ropes, RotaryTables, apply_rope
 
 
 def normalized(x: Tensor, eps: float) -> Tensor:
-    """Return x / rms(x) over the last dimension, [..., size] to [..., size], in at least fp32. In
-    bf16, the mean of the squares would have only 8 bits of precision."""
+    """Divide x [..., size] by its root mean square over the last dimension. The result has the same
+    shape and is in at least fp32, because the mean of the squares would have only 8 bits of
+    precision in bf16."""
     return F.rms_norm(at_least_fp32(x), x.shape[-1:], None, eps)
 
 
 class RMSNorm(nn.Module):
-    """RMSNorm (Zhang and Sennrich 2019, arXiv 1910.07467): x / rms(x) * weight over the last
-    dimension, [..., size] to [..., size].
+    """RMSNorm (Zhang and Sennrich 2019, arXiv 1910.07467): x / rms(x) * weight, where rms is the
+    root mean square over the last dimension. Inputs and outputs have shape [..., size].
 
     Args:
         size: length of the last dimension.
@@ -124,7 +125,7 @@ class LlamaAttention(SelfAttention):
         return AttentionOptions(mask, scale=self.scale)
 
     def forward(self, x_BTC: Tensor, ropes: Ropes, mask: Any, cache: Cache | None) -> Tensor:
-        """Compute attention, [B, T, C] to [B, T, C].
+        """Compute attention. The result has the shape [B, T, C].
 
         Args:
             x_BTC: input of the layer, normalised if the family has a norm before attention.
@@ -149,8 +150,8 @@ class LlamaAttention(SelfAttention):
 
 
 class LlamaMLP(nn.Module):
-    """SwiGLU (Shazeer 2020, arXiv 2002.05202), [B, T, C] to [B, T, C]: an MLP whose hidden
-    activations are multiplied by a gate."""
+    """SwiGLU (Shazeer 2020, arXiv 2002.05202), an MLP whose hidden activations are multiplied by a
+    gate. Inputs and outputs have shape [B, T, C]."""
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
@@ -186,8 +187,8 @@ class LlamaBlock(nn.Module):
         self.add_norms(config)
 
     def add_attention(self, config: Any, layer: int) -> None:
-        """Create the module that mixes information between tokens. Its name matches the family's
-        checkpoint files."""
+        """Create the layer's attention module, or the module that the family uses in its place. The
+        name of the module matches the family's checkpoint files."""
         self.self_attn = self.attention_class(config, layer)
 
     def make_mlp(self, config: Any, layer: int) -> nn.Module:

@@ -519,7 +519,8 @@ def _scaling_from_json(
     *,
     values: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """Return the value of `rope_scaling` in a recipe, for a kind of scaling other than "default".
+    """Convert the rotary settings of a config.json to the value of `rope_scaling` in a recipe. The
+    kind of scaling must not be "default".
 
     Raises:
         ModelError: the kind of scaling is not supported.

@@ -40,7 +40,8 @@ class OnePlusRMSNorm(RMSNorm):
 
 
 class FusedMLP(nn.Module):
-    """SwiGLU, [B, T, C] to [B, T, C], with one matrix for the gate and up projections."""
+    """SwiGLU with a single matrix for the gate and up projections. Inputs and outputs have shape
+    [B, T, C]."""
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
@@ -86,8 +87,8 @@ class OutputNormBlock(LlamaBlock):
 
 
 class ArceeMLP(nn.Module):
-    """MLP with squared ReLU (So et al. 2021, Primer, arXiv 2109.08668) and without a gate, [B, T,
-    C] to [B, T, C]."""
+    """An MLP with squared ReLU (So et al. 2021, Primer, arXiv 2109.08668) and without a gate.
+    Inputs and outputs have shape [B, T, C]."""
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
@@ -340,8 +341,8 @@ class SmolLM3(Llama):
 
 
 class HeadNorms(nn.Module):
-    """LayerNorm over each head, [B, T, H, D] to [B, T, H, D], with separate weights for each head
-    and without biases.
+    """LayerNorm over each head, with separate weights for each head and without biases. Inputs and
+    outputs have shape [B, T, H, D].
 
     Args:
         heads, head_dim: H and D.

@@ -1,10 +1,10 @@
 """Mixture of experts: a router chooses a few MLPs (experts) for each token.
 
-In this module, a visit is a pair of a token and one of the experts that are chosen for it.
+In names, a visit is a pair of a token and one of the experts that are chosen for the token.
 
 Shape letters: N is the number of tokens in a batch, K the number of experts per token, E the number
 of experts per layer, C the hidden size, F the inner width of an expert, M = N * K the number of
-visits, and L the number of layers with experts.
+visits (pairs of a token and one of its experts), and L the number of layers with experts.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ class Experts(nn.Module):
     def forward(self, x_NC: Tensor, experts_NK: Tensor, weights_NK: Tensor) -> Tensor:
         """Return the weighted sum of the outputs of each token's experts, [N, C].
 
-        Pairs of a token and one of its experts are sorted by expert, so that all tokens routed to
-        an expert form one block of a grouped matrix product. All operations are permutations or
-        sums in a fixed order, so the result is bitwise reproducible, even on a GPU.
+        Each token is repeated for each of its experts, and the resulting rows are sorted by expert.
+        All rows of an expert then form one block of a grouped matrix product. All operations are
+        permutations or sums in a fixed order, so the result is bitwise reproducible, even on a GPU.
 
         Args:
             x_NC: input of the layer.
@@ -57,7 +57,7 @@ class Experts(nn.Module):
         # The sort must be stable. Otherwise, the order of equal indices would depend on the device.
         order_M = experts_M.argsort(stable=True)
         ends_E = _visits(experts_NK, len(self.down_proj)).cumsum(0)
-        # There is one row per visit, so each token occurs once for each of its experts.
+        # Each token has one row for each of its experts.
         x_MC = x_NC[:, None].expand(N, K, -1).reshape(N * K, -1)[order_M]
         y_MC = self.visited(x_MC, experts_M[order_M], ends_E)
         # The outputs are gathered with the inverse permutation. A scatter would add them up in an
@@ -72,10 +72,11 @@ class Experts(nn.Module):
         return (y_NKC * weights_NK[..., None].to(y_NKC.dtype)).sum(1)
 
     def visited(self, x_MC: Tensor, experts_M: Tensor, ends_E: Tensor) -> Tensor:
-        """Compute the output of the assigned expert for each row, and return the outputs, [M, C].
+        """Apply the assigned expert to each row, and return the outputs, [M, C].
 
         Args:
-            x_MC: inputs, one row per visit, sorted by expert.
+            x_MC: inputs, sorted by expert. Each row belongs to a token and one of the token's
+                experts.
             experts_M: index of the expert of each row, int64 [M].
             ends_E: end (exclusive) of each expert's rows in `x_MC`, int [E].
         """
@@ -115,8 +116,8 @@ def grouped_linear(x_MC: Tensor, weight_EFC: Tensor, ends_E: Tensor) -> Tensor:
 
     torch's grouped kernel requires the size of a row to be a multiple of 16 bytes. On GPUs, it also
     requires bf16 and compute capability 8.0 or higher. If the kernel can't be used, a separate
-    product is computed for each expert. This product covers either exactly the expert's rows or, if
-    that is faster, a block of rows (see `_takes_blocks`).
+    product is computed for each expert. The product includes only the rows of the expert or, if
+    that is faster, a larger block of rows (see `_takes_blocks`).
 
     Args:
         x_MC: input rows, sorted by expert.
@@ -164,7 +165,7 @@ def _grouped_linear_backward(
     grad_MF = grad_MF.contiguous()
     if _takes_blocks(x_MC, weight_EFC):
         # The gradients are contiguous for any layout of the weight, as they are with the other
-        # kernels, because compiled code relies on the strides of `register_fake`.
+        # kernels. Compiled code relies on the strides of the fake result (see `register_fake`).
         grad_x_MC, grad_EFC = torch.empty_like(x_MC), weight_EFC.new_empty(weight_EFC.shape)
         for expert, (rows, block, own) in enumerate(_blocks(x_MC, ends_E)):
             grad_x_MC[rows] = (grad_MF[block] @ weight_EFC[expert])[own]
@@ -297,7 +298,7 @@ def _blocks(x_MC: Tensor, ends_E: Tensor) -> Iterator[tuple[slice, slice, slice]
 
 
 def _split(rows: Tensor, ends_E: Tensor) -> tuple[Tensor, ...]:
-    """Return views of the rows of each expert."""
+    """Split rows that are sorted by expert. Return one view for each expert."""
     # `tolist` waits for the device, so this is used only if no grouped kernel is available.
     return torch.split(rows, ends_E.diff(prepend=ends_E.new_zeros(1)).tolist())
 
@@ -317,21 +318,22 @@ class RouterStatistics:
         self.visits_LE: Tensor | None = None
 
     def add(self, loss_sum: Tensor, visits_LE: Tensor) -> None:
-        """Add the results of a forward pass: its load-balancing loss times its number of valid
-        labels, [], and its number of visits to each expert, int64 [L, E]."""
+        """Add the results of a forward pass: the load-balancing loss times the number of valid
+        labels, [], and the number of tokens routed to each expert, int64 [L, E]."""
         # The sums stay on the device, because reading them would mean waiting for the GPU in each
         # micro-batch.
         self.loss_sum = loss_sum if self.loss_sum is None else self.loss_sum + loss_sum
         self.visits_LE = visits_LE if self.visits_LE is None else self.visits_LE + visits_LE
 
     def take(self, tokens: int) -> dict[str, float]:
-        """Return the metrics of the forward passes since the last call, and clear the statistics.
+        """Return metrics computed over all forward passes since the last call, and clear the
+        statistics.
 
         The load of an expert is its number of tokens divided by the mean over all experts of its
         layer. With perfect balance, every expert has a load of 1.
 
         Args:
-            tokens: number of valid labels in these passes.
+            tokens: number of valid labels in these forward passes.
 
         Returns:
             An empty dictionary if there was no forward pass, otherwise a dictionary with these
@@ -342,8 +344,8 @@ class RouterStatistics:
         """
         if self.loss_sum is None or self.visits_LE is None:
             return {}
-        # fp32 can represent all integers only up to 16 million (2^24), and a step can have more
-        # visits.
+        # fp32 can represent all integers only up to 16 million (2^24), and a step can route more
+        # tokens.
         visits_LE = self.visits_LE.double()
         load_LE = visits_LE / visits_LE.mean(-1, keepdim=True)
         metrics = {
@@ -363,15 +365,16 @@ def load_balancing_loss(
     2101.03961, equation 4). As in transformers, means are taken over the tokens of all layers
     together.
 
-    The loss is E times the sum, over all experts, of (visits per token) x (mean probability). It
-    equals K if all experts receive the same number of tokens, and it is usually greater otherwise.
+    Each expert contributes the number of tokens routed to it, divided by N, times its mean
+    probability. The loss is E times the sum of these products. It equals K if all experts receive
+    the same number of tokens, and it is usually greater otherwise.
 
     Args:
         logits_LNE: logits of the router [N, E] for each layer.
         num_experts_per_tok: number of experts per token, K.
 
     Returns:
-        The loss, fp32 [], and the number of visits to each expert, int64 [L, E].
+        The loss, fp32 [], and the number of tokens routed to each expert, int64 [L, E].
     """
     probabilities_LNE = [logits.float().softmax(-1) for logits in logits_LNE]
     # The choice of experts is not differentiable. Gradients reach the router through the
@@ -381,8 +384,9 @@ def load_balancing_loss(
 
 
 def balancing_loss(scores_LNE: list[Tensor], chosen_LNK: list[Tensor]) -> tuple[Tensor, Tensor]:
-    """Return the load-balancing loss [] and the number of visits to each expert, int64 [L, E], for
-    the given scores and chosen experts. See `load_balancing_loss` for the definition of the loss.
+    """Return the load-balancing loss [] and the number of tokens routed to each expert, int64 [L,
+    E], for the given scores and chosen experts. See `load_balancing_loss` for the definition of the
+    loss.
 
     Args:
         scores_LNE: scores [N, E] for each layer, which sum to 1 for each token.

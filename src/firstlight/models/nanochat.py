@@ -84,7 +84,8 @@ class NanoChatAttention(LlamaAttention):
 
 
 class NanoChatMLP(nn.Module):
-    """MLP with squared ReLU (So et al. 2021, Primer, arXiv 2109.08668), [B, T, C] to [B, T, C]."""
+    """An MLP with squared ReLU (So et al. 2021, Primer, arXiv 2109.08668). Inputs and outputs have
+    shape [B, T, C]."""
 
     def __init__(self, config: NanoChatConfig) -> None:
         super().__init__()
@@ -120,7 +121,7 @@ class NanoChat(Llama):
     def embed(self, input_ids: Tensor) -> Tensor:
         """Return the first layer's input [B, T, C] for token ids. See `Llama.embed` for the
         arguments."""
-        # transformers applies the final norm here. It has no weights, so a function is called
-        # instead of the module, which the first stage of a pipeline does not have.
+        # transformers applies the final norm here. The norm has no weights, so a function can be
+        # called instead of the module. The first stage of a pipeline does not have the module.
         x_BTC = super().embed(input_ids)
         return normalized(x_BTC, self.config.rms_norm_eps).to(x_BTC.dtype)

@@ -22,8 +22,8 @@ IGNORE_INDEX = -100
 
 
 def product_dtype(x: Tensor) -> torch.dtype:
-    """Return the dtype to which a matrix product should cast `x` [...]: autocast's dtype on the
-    device of `x`, or the dtype of `x` without autocast.
+    """Return the dtype to which a matrix product should cast `x` [...]. This is autocast's dtype on
+    the device of `x` if autocast is enabled, and otherwise the dtype of `x`.
 
     Custom operators need this function, because autocast does not cast their inputs.
     """
@@ -281,7 +281,7 @@ def dense_mask(
     mask = sliding_window_mask(positions, total, window)
     if document_ids_BT is None:
         return mask
-    # Each document is a contiguous part of its row and has a unique id.
+    # Each document is a contiguous part of its sequence and has a unique id.
     same_BTS = document_ids_BT[:, :, None] == document_ids_BT[:, None, :]
     if mask is None:
         mask = causal_mask(len(positions), total, positions.device)
@@ -403,9 +403,11 @@ def _without_padding(x: Tensor, vocab_size: int) -> Tensor:
 
 
 def _is_plain(head: object) -> TypeGuard[nn.Linear]:
-    """Return True for a linear layer without a bias whose call is only a matrix product.
+    """Return True if a head is a linear layer without a bias, and calling it only computes a matrix
+    product.
 
-    LoRA changes the class of the head, and tensor parallelism adds hooks to it.
+    This is not the case with LoRA, which changes the class of the head, or with tensor parallelism,
+    which adds hooks to the head.
     """
     if type(head) is not nn.Linear:
         return False

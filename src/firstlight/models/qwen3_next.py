@@ -95,10 +95,10 @@ class DeltaConfig(DecoderConfig):
 
     @property
     def state_shapes(self) -> Mapping[int, tuple[tuple[int, ...], ...]]:
-        """Shapes of the states that layers with linear attention cache, keyed by layer index (see
-        `FamilyConfig.state_shapes`). Each of these layers has two states: the last inputs of its
-        convolution, [W - 1, X], and the state of its delta rule, [H, D, E]. Shape letters are
-        defined at the top of `qwen3_next.py`."""
+        """Shapes of the recurrent states that layers with linear attention cache, keyed by layer
+        index (see `FamilyConfig.state_shapes`). Each of these layers has two states: the last
+        inputs of its convolution, [W - 1, X], and the state of its delta rule, [H, D, E]. Shape
+        letters are defined at the top of `qwen3_next.py`."""
         keys = self.linear_num_key_heads * self.linear_key_head_dim
         heads, size = self.linear_num_value_heads, self.linear_value_head_dim
         inputs = self.linear_conv_kernel_dim - 1, 2 * keys + heads * size
@@ -241,8 +241,9 @@ class GatedRMSNorm(RMSNorm):
 
 
 class GatedDeltaNet(nn.Module):
-    """Linear attention (Yang et al. 2024, arXiv 2412.06464). It consists of a short causal
-    convolution of queries, keys and values, a gated delta rule, and a gated norm of the output."""
+    """Linear attention (Yang et al. 2024, arXiv 2412.06464). A short causal convolution is applied
+    to queries, keys and values. The gated delta rule follows, and its output is normalised and
+    gated."""
 
     def __init__(self, config: DeltaConfig, layer: int) -> None:
         super().__init__()
@@ -268,7 +269,7 @@ class GatedDeltaNet(nn.Module):
         self.in_proj_ba = nn.Linear(hidden_size, 2 * value_heads, bias=False)
 
     def project(self, x_BTC: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Project the layer's input [B, T, C].
+        """Compute all linear projections of the layer's input [B, T, C].
 
         Returns:
             The concatenated queries, keys and values of all heads, [B, T, X]; the gates of the
@@ -282,13 +283,13 @@ class GatedDeltaNet(nn.Module):
         return mixed_BTX, z, b.flatten(2), a.flatten(2)
 
     def forward(self, x_BTC: Tensor, positions: Tensor | None, cache: Cache | None) -> Tensor:
-        """Compute linear attention, [B, T, C] to [B, T, C].
+        """Compute linear attention. The result has the shape [B, T, C].
 
         Args:
             x_BTC: normalised input of the layer, [B, T, C].
             positions: position of each token in its document, int64 [B, T]; None for a single
                 document.
-            cache: cache that contains the states after the earlier tokens.
+            cache: cache that contains the recurrent states after the earlier tokens.
         """
         B, T, _ = x_BTC.shape
         inputs, state_BHDE = (None, None) if cache is None else cache.state(self.layer)
@@ -395,7 +396,7 @@ def _in_chunks(x: Tensor, size: int) -> Tensor:
 
 
 def _document_masks(positions_BT: Tensor, size: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the masks that keep the documents in the chunks separate.
+    """Return the masks that prevent documents in the same sequence from affecting each other.
 
     Args:
         positions_BT: position of each token in its document, int64 [B, T].

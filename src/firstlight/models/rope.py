@@ -44,8 +44,8 @@ class YarnRope(Section):
 
     Frequencies of pairs that complete fewer than `beta_slow` rotations in the original context are
     divided by `factor`. Frequencies of pairs that complete more than `beta_fast` rotations are not
-    changed. In between, the two are blended. With `truncate`, the bounds of this range are rounded
-    to whole dimensions.
+    changed. For all other pairs, the result is interpolated between the divided and the unchanged
+    frequency. With `truncate`, the bounds of this range are rounded to whole dimensions.
 
     cos and sin are multiplied by `attention_factor`. If it is null, they are multiplied by m(1),
     where m(s) = 0.1 s ln(factor) + 1, or by m(`mscale`) / m(`mscale_all_dim`) if both of these keys
@@ -88,7 +88,8 @@ class Llama3Rope(Section):
 
     Wavelengths (in tokens) above `original_max_position_embeddings / low_freq_factor` are
     multiplied by `factor`. Wavelengths below `original_max_position_embeddings / high_freq_factor`
-    are not changed. In between, the two are blended.
+    are not changed. For wavelengths in between, the result is interpolated between the scaled and
+    the unchanged frequency.
     """
 
     rope_type: Literal["llama3"]
@@ -217,10 +218,10 @@ def dynamic_frequencies(
 
 
 def _llama3_frequencies(frequencies: Tensor, scaling: Llama3Rope) -> Tensor:
-    # High frequencies distinguish neighbouring positions and are not changed. Pairs whose
-    # wavelength is longer than the original context did not complete a full rotation in training.
-    # If their wavelengths were not stretched, longer sequences would have angles that never
-    # occurred in training.
+    # High frequencies distinguish neighbouring positions and are not changed. Pairs of dimensions
+    # whose wavelength is longer than the original context did not complete a full rotation in
+    # training. If their wavelengths were not stretched, longer sequences would have angles that
+    # never occurred in training.
     wavelengths = 2 * math.pi / frequencies
     longest = scaling.original_max_position_embeddings / scaling.low_freq_factor
     shortest = scaling.original_max_position_embeddings / scaling.high_freq_factor
@@ -239,8 +240,8 @@ def _yarn_frequencies(
     rotary_dim: int, rope_theta: float, scaling: YarnRope, periods: Tensor
 ) -> Tensor:
     def dimension_of(turns: float) -> float:
-        """Return the index of the pair that completes this number of rotations in the original
-        context."""
+        """Return the index of the pair of dimensions that completes `turns` rotations over the
+        length of the original context."""
         context = scaling.original_max_position_embeddings
         # This is the solution of turns = context / (2 pi theta^(2 i / R)) for i, the index of the
         # pair.
@@ -372,8 +373,8 @@ class RotaryTables(nn.Module):
         return self
 
     def tables(self, positions: Tensor, length: int | Tensor) -> Ropes:
-        """Compute the rotary tables in fp32: one pair (cos, sin), or two if layers with a window
-        have a separate base.
+        """Compute the rotary tables in fp32. The result contains one pair (cos, sin), or two pairs
+        if layers with a sliding window have a separate base.
 
         Args:
             positions: positions of the tokens, int64 [T] or [B, T].
@@ -431,7 +432,7 @@ def apply_rope(x_BHTD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """
     R = cos.shape[-1]
     if x_BHTD.shape[-1] != R:
-        # The other dimensions are not rotated.
+        # The dimensions after the first R are not rotated.
         rotated = apply_rope(x_BHTD[..., :R], cos, sin)
         return torch.cat((rotated, x_BHTD[..., R:]), dim=-1)
     first, second = x_BHTD.chunk(2, dim=-1)
