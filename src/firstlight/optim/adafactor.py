@@ -30,9 +30,9 @@ _EPS_OF_SCALE = 1e-3
 
 
 class Adafactor(ForeachOptimizer):
-    """Adafactor (Shazeer and Stern 2018, arXiv 1804.04235) with relative parameter scale, without
-    momentum and without its own schedule: `transformers.Adafactor` with `relative_step=False` and
-    `scale_parameter=True`.
+    """Adafactor (Shazeer and Stern 2018, arXiv 1804.04235) without momentum and without a schedule
+    of its own. Steps are relative to the size of the parameter. The optimizer is equivalent to
+    `transformers.Adafactor` with `relative_step=False` and `scale_parameter=True`.
 
     The step and the weight decay are both scaled by `lr` times the root mean square of the
     parameter. torch.optim.Adafactor has the same state but differs in three ways. Its weight decay
@@ -48,8 +48,8 @@ class Adafactor(ForeachOptimizer):
             most 0.
         threshold: upper bound of the root mean square of an update, before `lr` is applied.
         foreach: True to run each operation for all parameters of a group at once, which needs
-            temporary copies as large as the parameters. False to update small parameters on a GPU
-            in lists, and all other parameters one by one.
+            temporary copies as large as the parameters. With False, small parameters on a GPU are
+            updated several at a time, and all other parameters one by one.
     """
 
     def __init__(
@@ -75,8 +75,8 @@ class Adafactor(ForeachOptimizer):
         gradients = [p.grad for p in parameters if p.grad is not None]
         states, skips = [self._state_for(p) for p in parameters], self.skips
         fresh = [float(state["step"]) ** group["beta2_decay"] for state in states]
-        # These are lists of scalar tensors and not of Python numbers, because the host would have
-        # to wait for the GPU to read the numbers.
+        # These lists contain scalar tensors and not Python numbers. To convert a tensor to a Python
+        # number, the host would have to wait for the GPU.
         rates = torch._foreach_clamp_min(_root_mean_squares(parameters), _EPS_OF_SCALE)
         torch._foreach_mul_(rates, group["lr"])
         updates = _directions(gradients, states, fresh, skips)
@@ -93,7 +93,7 @@ class Adafactor(ForeachOptimizer):
         torch._foreach_sub_(parameters, updates)
 
     def _state_for(self, parameter: Tensor) -> dict[str, Tensor]:
-        """Increase the step counter of a parameter's state and return the state, which is created
+        """Return the state of a parameter, after increasing its step counter. The state is created
         if it does not exist."""
         state: dict[str, Tensor] = self.state[parameter]
         if not state:
@@ -109,7 +109,7 @@ class Adafactor(ForeachOptimizer):
 
 
 def _root_mean_squares(tensors: list[Tensor]) -> list[Tensor]:
-    """Return the root mean square of each tensor, as a tensor []."""
+    """Return the root mean square of each tensor, as a list of scalar tensors."""
     norms = list(torch._foreach_norm(tensors))
     torch._foreach_div_(norms, [math.sqrt(tensor.numel()) for tensor in tensors])
     return norms
@@ -126,8 +126,8 @@ def _directions(
 
     Args:
         gradients: gradients of any shapes.
-        states: for each gradient, the state of its parameter.
-        fresh: for each parameter, the weight of this step's squared gradient in the moving average.
+        states: state of the parameter that each gradient belongs to.
+        fresh: weight of this step's squared gradient in the moving average, for each parameter.
         skips: bool [], true to leave the second moments unchanged (see `lerp_unless`).
     """
     inverse_roots = []

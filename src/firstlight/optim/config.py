@@ -50,14 +50,14 @@ _FUSED_DEVICES = ("cpu", "cuda", "mps", "xpu")
 
 
 def elementwise_optimizers() -> str:
-    """Return a phrase such as "adamw or sgd" that lists the optimizers that can update a shard
-    without the other shards."""
+    """Return the names of the optimizers that can update one shard of a parameter without the other
+    shards, as a phrase such as "adamw or sgd"."""
     return _listed(name for name, spec in OPTIMIZERS.items() if spec.elementwise)
 
 
 def sharded_optimizers() -> str:
-    """Return a phrase such as "adamw, muon or sgd" that lists the optimizers that can update
-    DTensors."""
+    """Return the names of the optimizers that can update DTensors, as a phrase such as "adamw, muon
+    or sgd"."""
     return _listed(name for name, spec in OPTIMIZERS.items() if spec.elementwise or spec.gathers)
 
 
@@ -83,18 +83,19 @@ def _adamw(groups: Groups, config: OptimizerConfig) -> torch.optim.Optimizer:
         eps=config.eps,
         **_switches(groups, config),
     )
-    # Without weight decay, the hook before each step would have no effect.
+    # The hook applies weight decay, so it is not needed without weight decay.
     if config.cautious_weight_decay and any(group["weight_decay"] for group in groups):
         make_cautious(optimizer)
     return optimizer
 
 
 def make_cautious(optimizer: torch.optim.AdamW) -> None:
-    """Replace the weight decay of torch's AdamW with `decay_cautiously`, for any implementation of
-    AdamW.
+    """Replace the weight decay of torch's AdamW with `decay_cautiously`. This works for all
+    implementations of AdamW (fused, foreach and for-loop).
 
-    As in torch, the decay is applied before the step. It requires only the sign of the update. This
-    is the sign that the first moment has after it has been updated with the gradient of this step.
+    As in torch, the decay is applied before the step. Only the sign of the update is needed. It is
+    the sign of the first moment after the first moment has been updated with the gradient of this
+    step.
     """
     for group in optimizer.param_groups:
         group["cautious_weight_decay"], group["weight_decay"] = group["weight_decay"], 0.0
@@ -113,7 +114,8 @@ def _decay(optimizer: torch.optim.Optimizer, *_: Any) -> None:
                 continue
             direction = own_shard(parameter.grad, parameter)
             state = optimizer.state.get(parameter, {})
-            # In the first step, there is no moment yet, so the update has the sign of the gradient.
+            # The first moment does not exist before the first step, so the update has the sign of
+            # the gradient.
             if "exp_avg" in state:
                 average = own_shard(state["exp_avg"], parameter)
                 direction = average.lerp(direction, 1 - group["betas"][0])
@@ -147,8 +149,8 @@ def _sgd_layout(parameter: Tensor, config: OptimizerConfig, _: Any) -> Layout:
 
 
 def _switches(groups: Groups, config: OptimizerConfig) -> dict[str, bool]:
-    """Return the arguments `fused` and `foreach` that make torch use the implementation selected by
-    the config."""
+    """Return the values of the arguments `fused` and `foreach` with which torch uses the
+    implementation that the config selects."""
     parameters = [p for group in groups for p in group["params"]]
     device = parameters[0].device.type
     wanted = config.implementation
@@ -289,8 +291,8 @@ class OptimizerConfig(AdafactorConfig, SGDConfig, MuonConfig, AdamWConfig, Eight
         return self
 
     def for_width(self, hidden_size: int) -> OptimizerConfig:
-        """Return these settings with the learning rates adjusted to a model of the given width (see
-        `tuned_width`)."""
+        """Return a copy of these settings with learning rates that are adjusted to a model of the
+        given width (see `tuned_width`)."""
         if self.tuned_width in (None, hidden_size):
             return self
         assert self.tuned_width is not None
@@ -373,7 +375,7 @@ def parameter_kinds(model: nn.Module) -> dict[str, Kind]:
         # has only a few weights per channel and is not a matrix product.
         if parameter.dim() < 2 or name.endswith(("bias", "conv1d.weight")):
             return "vector"
-        # An adapter of the head is a matrix, like all other adapters.
+        # Adapters of the head are treated as matrices, like all other adapters.
         return "head" if name == "lm_head.weight" else "matrix"
 
     return {
@@ -410,7 +412,7 @@ def parameter_groups(
 def describe_groups(
     parameters: Mapping[str, Tensor], kinds: Mapping[str, Kind], config: OptimizerConfig
 ) -> Iterator[str]:
-    """Yield the lines of a table with one row for each role that has parameters. The columns are
+    """Yield the lines of a table with one row for each role that has parameters. The columns show
     the number of tensors, the number of parameters, the peak learning rate and the weight decay."""
     heading = f"optimizer {config.name}"
     yield f"{heading:<18}{'tensors':>8}{'parameters':>16}{'rate':>10}{'decay':>8}"
@@ -429,7 +431,8 @@ def describe_groups(
 def decay_counts(
     parameters: Mapping[str, Tensor], kinds: Mapping[str, Kind], config: OptimizerConfig
 ) -> dict[str, int]:
-    """Count the parameters and tensors that have weight decay, and those that do not."""
+    """Count the parameters and tensors with weight decay, and the parameters and tensors without
+    it."""
     counts = dict.fromkeys(
         ("decayed_parameters", "decayed_tensors", "undecayed_parameters", "undecayed_tensors"), 0
     )

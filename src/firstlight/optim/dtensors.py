@@ -35,8 +35,8 @@ def full_tensor(tensor: Tensor) -> Tensor:
 
 
 def own_shard(tensor: Tensor, parameter: Tensor) -> Tensor:
-    """Return this process's shard of a tensor that has the shape of a parameter. The shard is a
-    plain tensor. If the tensor or the parameter is not sharded, return the tensor itself.
+    """Return this process's shard of a tensor that has the same shape as a parameter. The shard is
+    a plain tensor. If the tensor or the parameter is not sharded, return the tensor itself.
 
     The tensor can be the parameter itself, its gradient or a moment. Elementwise updates use plain
     shards to avoid the overhead of DTensor operators.
@@ -48,14 +48,14 @@ def own_shard(tensor: Tensor, parameter: Tensor) -> Tensor:
 
 
 def gather(shard: Tensor, parameter: Tensor) -> Tensor:
-    """Gather a full tensor that has the shape of a parameter, from shards that are placed like the
-    parameter's shards.
+    """Gather a full tensor from its shards. The tensor has the same shape as a parameter and is
+    sharded in the same way.
 
     If the parameter is sharded, this is a collective operation, which every rank must call.
 
     Args:
-        shard: shard of this process, in any dtype, or the full tensor if the parameter is not
-            sharded.
+        shard: this process's shard of the tensor, in any dtype. If the parameter is not sharded, it
+            is the full tensor.
         parameter: parameter that has the mesh, the placements and the shape of the full tensor.
     """
     if not is_sharded(parameter):
@@ -105,13 +105,14 @@ def gather_each(shards: Sequence[Tensor], parameters: Sequence[Tensor]) -> Tenso
     """Gather one full tensor per process. Process i of the `shard_group` receives the full tensor
     for `parameters[i]`, and a process without a parameter receives None.
 
-    This is a collective operation. In total, the n processes receive as much data as each single
+    This is a collective operation. All n processes together receive as much data as a single
     process would receive in n calls to `gather`.
 
     Args:
         shards: for each parameter, this process's shard of a tensor that has the shape of the
             parameter. All shards have the same dtype.
-        parameters: parameters with the same `shard_group`, at most one for each process in it.
+        parameters: parameters with the same `shard_group`, at most one for each process of the
+            group.
     """
     group = shard_group(parameters[0])
     assert group is not None
@@ -138,14 +139,15 @@ def scatter_each(
     """Scatter one full tensor per process. This is the inverse of `gather_each` and is also a
     collective operation.
 
-    Process i of the `shard_group` has the full tensor for `parameters[i]`. Return this process's
-    shards of the tensors for all parameters.
+    Process i of the `shard_group` has the full tensor for `parameters[i]`. The result contains this
+    process's shard of the tensor for each parameter.
 
     Args:
         full: full tensor for this process's parameter, with the shape of the parameter; None for a
             process without a parameter.
         parameters: one parameter per process (see `gather_each`).
-        dtype: dtype of the full tensors. A process without a full tensor could not infer it.
+        dtype: dtype of the full tensors. It is an argument because a process without a full tensor
+            can't infer it.
     """
     group = shard_group(parameters[0])
     assert group is not None
@@ -171,9 +173,9 @@ def scatter_each(
 
 
 def own_part(tensor: Tensor, parameter: Tensor) -> Tensor:
-    """Return the part of a full tensor that corresponds to this process's shard of a parameter.
-    Return the tensor itself if the parameter is not sharded, or if the tensor has length 1 along
-    the sharded axis.
+    """Return the part of a full tensor that belongs to this process's shard of a parameter. If the
+    parameter is not sharded, or if the tensor has length 1 along the sharded axis, return the
+    tensor itself.
 
     Args:
         tensor: tensor with the same values on every process. Along each axis, it is either as long
@@ -207,8 +209,8 @@ def _lengths(length: int, processes: int) -> list[int]:
 def _all_to_all(sent: Tensor, given: list[int], taken: list[int], group: ProcessGroup) -> Tensor:
     """Exchange values with the other processes in a group.
 
-    Send `given[i]` values of `sent`, a tensor of shape [sum(given)], to each process i. Return the
-    received values, of shape [sum(taken)], of which `taken[i]` values were sent by process i. In
+    `sent` has the shape [sum(given)], and `given[i]` of its values are sent to process i. The
+    result has the shape [sum(taken)], and `taken[i]` of its values are received from process i. In
     both tensors, the values are ordered by rank.
     """
     received = sent.new_empty(sum(taken))
@@ -227,8 +229,8 @@ def full_parameters(
     Args:
         model: model whose modules contain the full parameters within the context.
         changed: True to write the values back to the shards when the context exits.
-        keep: False for a rank that only participates in the collectives, to save the memory of the
-            full model. Its parameters stay sharded.
+        keep: False for a rank that only participates in the collective operations. The parameters
+            of this rank stay sharded, which saves the memory of the full model.
     """
     assert keep or not changed
     owners = [

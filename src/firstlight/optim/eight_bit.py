@@ -51,8 +51,8 @@ def quiet_import() -> Iterator[None]:
 
 
 def installed_library(wanted: str) -> str:
-    """Return the library that `eight_bit_library` selects. "auto" selects torchao if only torchao
-    is installed, and bitsandbytes in all other cases."""
+    """Return the name of the library that `eight_bit_library` selects. "auto" selects torchao if
+    only torchao is installed, and bitsandbytes in all other cases."""
     if wanted != "auto":
         return wanted
     installed = [n for n in ("bitsandbytes", "torchao") if importlib.util.find_spec(n) is not None]
@@ -73,7 +73,7 @@ def _is_small(parameter: Tensor) -> bool:
 
 def flatten_eight_bit(state: Mapping[str, Any]) -> dict[str, Tensor]:
     """Flatten the 8-bit optimizer state of one parameter, from torchao or bitsandbytes, into plain
-    tensors. Their names are those of the state's layout.
+    tensors. The tensors have the names that the layout of the state specifies.
 
     A torchao 8-bit tensor becomes three tensors: `codes` (uint8, same shape as the parameter),
     `scale` (fp32, [blocks]) and `qmap` (fp32, [256]). A Python number becomes a scalar int64
@@ -106,8 +106,8 @@ def rebuild_eight_bit(
 
 
 def _bitsandbytes(kind: str, groups: Groups, settings: dict[str, Any]) -> torch.optim.Optimizer:
-    """Create an optimizer of the class `bitsandbytes.optim.KIND`, and test it on the device of the
-    parameters."""
+    """Create an optimizer of the class `bitsandbytes.optim.KIND`, and test that it works on the
+    device of the parameters."""
     optimizer: torch.optim.Optimizer = getattr(_import("bitsandbytes"), kind)(groups, **settings)
     _try_bitsandbytes(kind, groups[0]["params"][0].device)
     return optimizer

@@ -29,13 +29,13 @@ class Lion(ForeachOptimizer):
 
     Args:
         groups: torch's parameter groups.
-        lr: distance by which every value that has a gradient moves in a step, not counting weight
+        lr: distance by which a step moves every value that has a gradient, not counting weight
             decay.
         betas: beta1, the weight of the moment in the update, and beta2, the weight of the moment in
             the next moment.
         foreach: True to run each operation for all parameters of a group at once, which needs a
-            temporary copy as large as the parameters. False to update small parameters on a GPU in
-            lists, and all other parameters one by one.
+            temporary copy as large as the parameters. With False, small parameters on a GPU are
+            updated several at a time, and all other parameters one by one.
         cautious: True to apply weight decay with `decay_cautiously`.
     """
 

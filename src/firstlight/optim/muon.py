@@ -67,7 +67,7 @@ COEFFICIENTS: dict[str, tuple[float, tuple[tuple[float, float, float], ...]]] = 
 
 
 def orthogonalised(matrices: Tensor, coefficients: str = "jordan") -> Tensor:
-    """Orthogonalise matrices of shape [..., F, C], which brings their singular values close to one.
+    """Orthogonalise matrices of shape [..., F, C], so that their singular values are close to one.
     Return a bf16 tensor of the same shape.
 
     This is the quintic Newton-Schulz iteration of Jordan et al. 2024. It is applied to all matrices
@@ -108,10 +108,11 @@ def _product_dtype(device: torch.device) -> torch.dtype:
 
 
 def neuron_squares(matrices: Tensor, transposed: bool) -> Tensor:
-    """Return the mean square of each neuron of orthogonalised matrices [..., F, C], in fp32.
+    """Return the mean square of the values of each neuron, in fp32. The orthogonalised matrices
+    have shape [..., F, C].
 
-    The shape is [..., F, 1], or [..., 1, C] for `transposed` matrices, in which each column is a
-    neuron.
+    The result has the shape [..., F, 1], because each row is a neuron. For `transposed` matrices,
+    in which each column is a neuron, the shape is [..., 1, C].
     """
     # The squares are computed in fp32. bf16 has about three significant digits, so a slow moving
     # average would stop changing.
@@ -157,8 +158,8 @@ class Muon(torch.optim.Optimizer):
         x = x - lr (0.2 sqrt(max(F, C)) o + weight_decay x)
 
     With `beta2`, this optimizer is NorMuon (arXiv 2510.05491). Each row of o belongs to one neuron.
-    It is divided by the square root of a moving average of its mean square, which is stored in v
-    [..., F, 1]. The update is then scaled to a root mean square of 0.2 lr.
+    The row is divided by the square root of v [..., F, 1], a moving average of the mean square of
+    the row. The update is then scaled to a root mean square of 0.2 lr.
 
     With several processes, each process orthogonalises some of the matrices. Results are
     bit-identical to those of a single process. If all processes have the full gradients (DDP; see
@@ -185,8 +186,9 @@ class Muon(torch.optim.Optimizer):
         stacked: True to update small matrices in stacks.
 
     Attributes:
-        process: (rank, number of processes) within the group of processes that have the same full
-            gradients and parameters and share the orthogonalisation; (0, 1) if it is not shared.
+        process: (rank, number of processes) in a group of processes that have the same full
+            gradients and parameters and divide the orthogonalisation among themselves; (0, 1) if
+            there is no such group.
         found_inf: fp32 [], 1 to skip updates; None to always update (see `ForeachOptimizer.skips`).
     """
 
@@ -251,7 +253,7 @@ class Muon(torch.optim.Optimizer):
                     self._update_copies(part)
 
     def _stacks(self, pairs: Sequence[_Pair]) -> Iterator[list[_Pair]]:
-        """Yield lists of (parameter, group) pairs. The parameters in each list are updated
+        """Yield lists of (parameter, group) pairs. The parameters of a list are updated
         together."""
         found: dict[Any, list[_Pair]] = {}
         for parameter, group in pairs:
@@ -261,7 +263,7 @@ class Muon(torch.optim.Optimizer):
                 key = (id(group), parameter.shape, parameter.dtype, done)
             found.setdefault(key, []).append((parameter, group))
         for stack in found.values():
-            # The temporary copies for a stack take at most half a GiB.
+            # The temporary copies of a stack take at most 0.5 GiB.
             most = max(LIST_VALUES // stack[0][0].numel(), 1)
             for start in range(0, len(stack), most):
                 yield stack[start : start + most]
@@ -351,11 +353,11 @@ class Muon(torch.optim.Optimizer):
         team: ProcessGroup | None = None,
         owner: int = 0,
     ) -> Tensor | None:
-        """Return NorMuon's `neuron_factors`, [..., F, 1] or [..., 1, C] in fp32, or None for plain
-        Muon.
+        """Return the factors of NorMuon as computed by `neuron_factors`, [..., F, 1] or [..., 1, C]
+        in fp32. Return None for plain Muon.
 
         Args:
-            direction: orthogonalised direction [..., F, C]; None in processes of the team that did
+            direction: orthogonalised direction [..., F, C]; None in processes of `team` that did
                 not compute it.
             parameter: parameter whose second moment is updated.
             group: group of the parameter.
@@ -380,8 +382,8 @@ class Muon(torch.optim.Optimizer):
         """Apply weight decay and the update to the parameter, or to this process's shard of it.
 
         Args:
-            direction: orthogonalised direction [..., F, C], already multiplied by NorMuon's factors
-                if they are used; or this process's shard of this direction.
+            direction: orthogonalised direction [..., F, C], or this process's shard of it. With
+                NorMuon, it has already been multiplied by NorMuon's factors.
             parameter: parameter to update.
             group: group of the parameter.
         """
@@ -404,8 +406,8 @@ class Muon(torch.optim.Optimizer):
         own.add_(direction, alpha=-group["lr"] * scale)
 
     def _state_for(self, parameter: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
-        """Increase the step counter of a parameter's state, if it has one, and return the state,
-        which is created if it does not exist."""
+        """Return the state of a parameter. The state is created if it does not exist. If the state
+        has a step counter, the counter is increased."""
         state: dict[str, Tensor] = self.state[parameter]
         if not state:
             for key, (shape, dtype) in _muon_layout(parameter, None, group).items():

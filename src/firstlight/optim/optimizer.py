@@ -1,5 +1,5 @@
-"""The optimizer of a run: updates, gradient clipping, and the optimizer state, keyed by parameter
-name.
+"""The optimizer of a run. It updates the parameters, clips gradients, and saves and restores the
+optimizer state, which is keyed by parameter name.
 
 The table of all optimizers is in `config.py`.
 """
@@ -91,8 +91,8 @@ class MasterWeights:
 
     @torch.no_grad()
     def take_gradient(self, name: str) -> None:
-        """Run `take_gradients` for one parameter. Do nothing if the parameter does not have a
-        master weight or a gradient."""
+        """Do the same as `take_gradients`, but for a single parameter. If the parameter does not
+        have a master weight or a gradient, do nothing."""
         if name not in self._low or self._low[name].grad is None:
             return
         parameter, master = self._low[name], self._masters[name]
@@ -253,7 +253,7 @@ class Optimizer:
         )
         self._norms: dict[str, Tensor] = {}
         self._divisor: Tensor | None = None
-        #: Parameters whose step counters were increased on the host by the last `step`.
+        #: Parameters whose step counters the last `step` increased on the host.
         self._counted: list[tuple[torch.optim.Optimizer, nn.Parameter]] = []
         if in_backward:
             for name, parameter in self.parameters.items():
@@ -271,7 +271,7 @@ class Optimizer:
 
     @property
     def state_bytes(self) -> int:
-        """Size of `state_tensors` after the first step, in bytes."""
+        """Total size in bytes of the `state_tensors` after the first step."""
         return sum(
             math.prod(shape) * dtype.itemsize
             for layout in self._layouts().values()
@@ -320,14 +320,14 @@ class Optimizer:
         """Divide the gradients by `grad_scale` and, if `clips` is True, clip their norm to
         `max_grad_norm`.
 
-        The norm and the gradients equal those of torch's `clip_grad_norm_`. With `reads_found_inf`,
-        torch's kernels apply both operations in `step`, which avoids reading the gradients twice.
+        The results are equal to those of torch's `clip_grad_norm_`. With `reads_found_inf`, torch's
+        kernels divide and clip the gradients in `step`, which avoids reading the gradients twice.
 
         Args:
             grad_scale: factor by which the loss was multiplied.
-            joined: function that maps the norm [] of this process's gradients to the norm [] of all
-                gradients, if the parameters are distributed over processes; None if this process
-                has all parameters.
+            joined: function that computes the norm [] of all gradients from the norm [] of this
+                process's gradients. It is needed if the parameters are distributed over processes,
+                and None otherwise.
 
         Returns:
             The L2 norm [] of all gradients, after division by `grad_scale` and before clipping.
@@ -342,8 +342,8 @@ class Optimizer:
                     "efficiency.optimizer_in_backward does not support scaled gradients: "
                     "set efficiency.precision to bf16 instead of fp16"
                 )
-            # Lists in which a parameter did not receive a gradient have not been updated yet, so
-            # they are updated now.
+            # A list is updated once all of its parameters have a gradient. If one of them did not
+            # receive a gradient, the list has not been updated yet, so it is updated now.
             for names in dict.fromkeys(self._list_of.values()):
                 if any(self._masters.updated[name].grad is not None for name in names):
                     self._update_list(names)
@@ -359,7 +359,7 @@ class Optimizer:
         factor = (limit / (norm + 1e-6)).clamp(max=1.0)
         if not gradients or (limit == math.inf and grad_scale == 1):
             return norm
-        if self.reads_found_inf:  # the host does not have to wait for the factor
+        if self.reads_found_inf:  # so that the host does not wait for the factor
             factor = factor / grad_scale
             self._divisor = factor.reciprocal()
             rest = [
@@ -408,8 +408,8 @@ class Optimizer:
         self._masters.refill()
 
     def take_back_counts(self) -> None:
-        """Undo the last `step`'s increase of the step counters, after an update was skipped because
-        `found_inf` was 1."""
+        """Decrease the step counters that the last `step` increased. Call this after an update was
+        skipped because `found_inf` was 1."""
         for optimizer, parameter in self._counted:
             if "step" in optimizer.state[parameter]:
                 optimizer.state[parameter]["step"] -= 1
@@ -438,8 +438,8 @@ class Optimizer:
         parameter.register_post_accumulate_grad_hook(update)  # type: ignore[no-untyped-call]
 
     def _update(self, name: str) -> None:
-        """Record the norm of a parameter's gradient. If all gradients of the parameter's list are
-        now available, update the list."""
+        """Record the norm of a parameter's gradient. Then, if all parameters in the parameter's
+        list have a gradient, update the list."""
         if name in self._norms:
             raise ConfigError(
                 "efficiency.optimizer_in_backward updates in every backward pass: "
@@ -484,8 +484,8 @@ class Optimizer:
         call. Master weights are not included (see `master_weights`).
 
         Args:
-            keep: False for a rank that only participates in the collectives. The method then
-                returns {}.
+            keep: False for a rank that only participates in the collective operations. The method
+                then returns {}.
         """
         found: dict[str, Tensor] = {}
         for name, shard in self.state_shards().items():
@@ -495,8 +495,8 @@ class Optimizer:
         return found
 
     def state_shards(self) -> dict[str, Tensor]:
-        """Return the tensors of `state_tensors`, but on their original devices and sharded like
-        their parameters. For torch's optimizers, the tensors are views of the optimizer's
+        """Return the same tensors as `state_tensors`, but on their original devices and sharded
+        like their parameters. For torch's optimizers, the tensors are views of the optimizer's
         memory."""
         return {
             f"{name}.{key}": value.detach()

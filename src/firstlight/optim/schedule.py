@@ -105,7 +105,7 @@ class Schedule:
 
     @property
     def _steps_late(self) -> int:
-        """Number of steps by which the curve after the warm-up is delayed, 0 or 1."""
+        """Number of steps (0 or 1) by which the curve after the warm-up is delayed."""
         return int(self.decay_starts_at_peak or self.initial_scale is not None)
 
     def lr_scale(self, step: int) -> float:
@@ -157,9 +157,9 @@ class Schedule:
 class BatchSchedule:
     """The number of sequences in each optimizer step, summed over all processes.
 
-    During a ramp, the number rises from `start` to `size` in increments of `start`. Each number
-    below `size` is used for the same number of steps. If the ramp does not divide evenly, some
-    numbers are used for one more step.
+    During a ramp, the batch size rises from `start` to `size` in increments of `start`. Each batch
+    size of the ramp is used for the same number of steps. If `ramp_steps` can't be divided evenly,
+    some batch sizes are used for one more step.
 
     Attributes:
         size: number of sequences per step after the ramp.
@@ -179,7 +179,7 @@ class BatchSchedule:
         return f"{self.start:,} to {self.size:,} (reached at step {self.ramp_steps + 1:,})"
 
     def at(self, step: int) -> int:
-        """Return the number of sequences in `step` (0 is the first step)."""
+        """Return the number of sequences in a step. Steps are counted from 0."""
         if step >= self.ramp_steps:
             return self.size
         rises = self.size // self.start - 1
@@ -189,8 +189,7 @@ class BatchSchedule:
         """Return the total number of sequences in all steps before `step`. This is the position of
         the data loader."""
         ramped, rises = min(step, self.ramp_steps), self.size // self.start - 1
-        # First step of each increment. Starting with this step, each step has `start` more
-        # sequences.
+        # First step of each increment. From this step on, each step has `start` more sequences.
         begins = (-(-rise * self.ramp_steps // rises) for rise in range(1, rises))
         risen = sum(max(ramped - begin, 0) for begin in begins)
         return self.start * (ramped + risen) + self.size * (step - ramped)
@@ -207,8 +206,8 @@ class BatchSchedule:
         return steps - (self.before(steps) > sequences)
 
 
-#: Groups of alternative keys, of which at most one can be set, and the setting that each group
-#: determines.
+#: Groups of keys that are alternatives to each other, and a description of the setting that each
+#: group determines. At most one key of a group can be set.
 ALTERNATIVES = (
     (("max_steps", "epochs"), "the length of the run"),
     (("warmup_steps", "warmup_tokens", "warmup_ratio"), "the length of the warm-up"),
@@ -217,7 +216,7 @@ ALTERNATIVES = (
     (("min_lr_ratio", "min_learning_rate"), "the last learning rate"),
 )
 
-#: For each key that does not apply to all kinds of schedules, the kinds to which it applies.
+#: Kinds of schedules to which a key applies, for keys that do not apply to all kinds.
 KINDS_OF_KEYS: Mapping[str, Sequence[ScheduleKind]] = {
     "decay_steps": ("cosine", "linear", "wsd"),
     "decay_tokens": ("cosine", "linear", "wsd"),
@@ -503,8 +502,8 @@ def resolve_schedule(
 
 
 def _schedule(config: ScheduleConfig, learning_rate: float, **lengths: Any) -> Schedule:
-    """Return the schedule that has the given lengths, and the curve selected by the recipe's
-    `schedule` section."""
+    """Return a schedule with the given numbers of steps. The recipe's `schedule` section selects
+    the curve."""
     return Schedule(
         min_lr_ratio=config.minimum_scale(learning_rate),
         kind=config.kind,
@@ -523,8 +522,8 @@ def _schedule_in_minutes(
     length: PredictedLength,
 ) -> Schedule:
     """Return the schedule of a run with a time budget."""
-    # The predicted number is used even after the number of steps is decided, because the warm-up
-    # began with it and must not change.
+    # The predicted number of steps is used even after the number of steps is decided. The length of
+    # the warm-up was computed from the prediction and must not change.
     predicted = length.predicted_steps
     warmup_steps = _warmup_steps(config, batch, seq_len, predicted, predicted)
     max_steps, is_open = predicted, True

@@ -83,8 +83,9 @@ def lerp_unless(skips: Tensor | None, average: Tensor, value: Tensor, weight: fl
 
 
 def factor_unless(skips: Tensor | None, factor: float) -> float | Tensor:
-    """Return `factor` if `skips` is None. Otherwise, return an fp32 tensor [] that is 1 if `skips`,
-    bool [], is true, and `factor` if it is false."""
+    """Return the factor by which a tensor is multiplied in an update that can be skipped. If
+    `skips`, bool [], is None, this is `factor`. Otherwise, it is an fp32 tensor [] that is 1 if
+    `skips` is true, and `factor` if `skips` is false."""
     return factor if skips is None else torch.where(skips, 1.0, factor)
 
 
@@ -124,8 +125,8 @@ def list_values(parameter: Tensor) -> int:
 
 
 def in_lists(parameters: Iterable[_P], most_values: float) -> Iterator[list[_P]]:
-    """Group parameters into consecutive lists with at most `most_values` elements each. A parameter
-    with more elements gets its own list."""
+    """Divide parameters, in order, into lists with a total of at most `most_values` elements each.
+    A parameter with more elements is placed in a list of its own."""
     found: list[_P] = []
     values = 0
     for parameter in parameters:
@@ -153,9 +154,9 @@ class ForeachOptimizer(torch.optim.Optimizer):
 
     @property
     def skips(self) -> Tensor | None:
-        """Bool [] on the device of the parameters, true if `found_inf` is 1. If it is true, the
-        update does not change any parameters or moments, but it still increases the step counters
-        on the host. If it is None, parameters are always updated."""
+        """Bool [] on the device of the parameters, or None. It is true if `found_inf` is 1. In that
+        case, the update does not change any parameters or moments, but it still increases the step
+        counters on the host. If it is None, parameters are always updated."""
         return None if self.found_inf is None else self.found_inf > 0
 
     @torch.no_grad()
@@ -174,15 +175,15 @@ class ForeachOptimizer(torch.optim.Optimizer):
 
 
 def takes_all(name: str, parameter: Tensor) -> bool:
-    """Return True for every parameter. This is the default of `OptimizerSpec.takes`."""
+    """Return True for every parameter. This function is the default of `OptimizerSpec.takes`."""
     return True
 
 
 def rebuild_tensors(
     optimizer: torch.optim.Optimizer, parameter: nn.Parameter, tensors: Mapping[str, Tensor]
 ) -> dict[str, Any]:
-    """Copy the state of a parameter to the devices on which torch's optimizers store it. This is
-    the default of `OptimizerSpec.rebuild`."""
+    """Copy the state of a parameter to the devices on which torch's optimizers store it. This
+    function is the default of `OptimizerSpec.rebuild`."""
     fused = bool(optimizer.defaults.get("fused"))
     # A fused kernel reads the step counter on the device of the parameter. All other optimizers
     # read it in Python. Their counter is stored on the CPU, because Python would otherwise have to
@@ -204,20 +205,22 @@ class OptimizerSpec:
     Attributes:
         make: function that creates the torch optimizer from the parameter groups (at least one) and
             the section.
-        layout: function that returns the layout of a parameter's state after a step, given the
-            parameter, the section and the parameter's torch group. The state does not have to
-            exist, so that memory and disk space can be computed before the first step.
+        layout: function that returns the layout of a parameter's state after the first step. Its
+            arguments are the parameter, the section and the parameter's torch group. Because the
+            state itself is not needed, memory and disk space can be computed before the first step.
         elementwise: True if the update of each value depends only on the gradient and state of that
             value. A process can then update its shard of a parameter without the other shards.
         gathers: True if the optimizer can update DTensors by gathering the required data from other
             processes.
         implementations: supported values of `optimizer.implementation`.
-        options: keys of the section that this optimizer supports and some other optimizers do not.
-        takes: function that receives the name of a parameter and the parameter, and returns True if
-            this optimizer updates it. AdamW updates all other parameters.
+        options: keys of the section that this optimizer supports but some other optimizers do not
+            support.
+        takes: function that receives the name of a parameter and the parameter. It returns True if
+            this optimizer updates the parameter. AdamW updates all other parameters.
         flatten: function that returns the state of a parameter as plain tensors, which can share
             memory with the state.
-        rebuild: function that creates the state of a parameter from copies of such tensors.
+        rebuild: function that creates the state of a parameter from copies of the tensors that
+            `flatten` returned.
     """
 
     make: Callable[[Groups, Any], torch.optim.Optimizer]
