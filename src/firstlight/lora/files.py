@@ -180,8 +180,8 @@ class PeftConfig(BaseModel):
         """Return the settings as a recipe's `lora` section.
 
         Args:
-            targets, modules_to_save: names of the adapted layers and of the saved modules in the
-                weights file.
+            targets, modules_to_save: names of the adapted layers, and of the modules that were
+                saved in full, in the weights file.
         """
         return LoraConfig(
             rank=self.r,
@@ -233,7 +233,8 @@ def read_peft_config(folder: Path) -> PeftConfig:
     return config
 
 
-#: Maximum length of a chain in which each adapter is the base model of the previous adapter.
+#: Maximum number of adapters in a chain in which each adapter is the base model of the previous
+#: adapter.
 _LONGEST_CHAIN = 16
 
 
@@ -305,9 +306,8 @@ def _base_of(folder: Path) -> Path:
 
 
 def _adapted_layer(name: str) -> tuple[str, str] | None:
-    """Return two names for a tensor in an adapter file: the adapted layer to which the tensor
-    belongs, and the layer's parameter. Return None if the tensor does not belong to an adapted
-    layer."""
+    """Split the name of a tensor in an adapter file into the name of the adapted layer and the name
+    of the layer's parameter. Return None if the tensor does not belong to an adapted layer."""
     for kind, suffix in SUFFIXES.items():
         if name.startswith(PREFIX) and name.endswith(f".{suffix}"):
             return name.removeprefix(PREFIX).removesuffix(f".{suffix}"), kind
@@ -399,8 +399,9 @@ def adapter_lora(model: Model, folder: Path) -> LoraConfig:
 def _read_layout(
     model: Model, folder: Path, vocab_multiple: int
 ) -> tuple[LoraConfig, dict[str, StoredTensor], set[str]]:
-    """Return the settings of an adapter, the tensors in its file, and the names of the tensors that
-    are copies of base model tensors. See `read_adapter` for the arguments and errors."""
+    """Return the settings of an adapter, the tensors in its file, and the names of those tensors
+    that are copies of tensors of the base model. See `read_adapter` for the arguments and
+    errors."""
     config, path = read_peft_config(folder), folder / ADAPTER_WEIGHTS_NAME
     if not path.is_file():
         raise ModelError(
@@ -443,26 +444,27 @@ def _read_layout(
 
 
 def _short_names(names: Iterable[str], known: Iterable[str]) -> list[str]:
-    """Return the last parts of the names if they do not match any other known name. Otherwise,
-    return the full names. Last parts are preferred, because the memory of a run is planned with a
-    model that has fewer layers and might not contain a layer with the full name."""
+    """Shorten layer names to their last parts, such as `q_proj`. If this would also match layers
+    that are not in `names`, return the full names. Short names are preferred, because the memory of
+    a run is planned with a model that has fewer layers and might not contain a layer with the full
+    name."""
     wanted, ends = {*names}, dict.fromkeys(name.rpartition(".")[2] for name in names)
     is_exact = {name for name in known if name.rpartition(".")[2] in ends} == wanted
     return list(ends) if is_exact else list(names)
 
 
 def _is_saved(name: str, modules: list[str]) -> bool:
-    """Return True if a tensor belongs to one of the modules in `modules_to_save`. Like PEFT, match
-    the entries against the ends of module names."""
+    """Return True if a tensor belongs to one of the modules in `modules_to_save`. As in PEFT, the
+    entries are matched against the ends of module names."""
     return any(f"{target}." in name.removeprefix(PREFIX) for target in modules if target)
 
 
 def _without_doubles(
     model: Model, config: PeftConfig, stored: Mapping[str, StoredTensor]
 ) -> dict[str, StoredTensor]:
-    """Return the tensors without duplicates. PEFT writes the tensors of a head twice if the head
-    shares the embedding's adapter or trained rows. If tokens were added, PEFT also writes the
-    tensors of the wrappers around the embedding and the head."""
+    """Remove tensors that occur twice in an adapter file. PEFT writes the tensors of a head twice
+    if the head shares the embedding's adapter or trained rows. If tokens were added, PEFT also
+    writes the tensors of the wrappers around the embedding and the head."""
     doubles = [".modules_to_save.", ".original_module."]
     if model.config.tie_word_embeddings:
         given = config.trainable_token_indices
@@ -577,7 +579,7 @@ def _take_base_tables(
 
     Args:
         model: base model, which is modified in place.
-        copies: tensors in the file that are not part of the adapter, keyed by name.
+        copies: tensors in the adapter file that are not part of the adapter, keyed by name.
         path: path of the adapter file, for error messages.
         trained: ids of the tokens whose rows the adapter replaces, keyed by the name of the
             embedding or head.
@@ -631,8 +633,8 @@ def adapter_files(model: Model, config: LoraConfig, base: str) -> dict[str, str]
     Args:
         model: a model with adapters.
         config: the recipe's `lora` section.
-        base: folder of the base model (absolute, or relative to the adapter's folder), or the
-            model's hub id, followed by @REVISION unless the newest revision is used.
+        base: folder or hub id of the base model. A folder is absolute or relative to the adapter's
+            folder. A hub id is followed by @REVISION unless the newest revision is used.
     """
     revision = ""
     if not Path(base).is_dir():
@@ -676,7 +678,8 @@ _TAKEN_FOR_EXPERTS = ("gate_proj", "up_proj", "down_proj")
 
 
 def peft_notes(model: Model) -> list[str]:
-    """Return one-line messages about the model's adapters that PEFT can't load."""
+    """Return messages that describe which of the model's adapters PEFT can't load. Each message is
+    one line."""
     names = [name for name, _ in lora_layers(model)]
     tables = (n.rpartition(".")[0] for n in lora_parameters(model))
     head = model.head_file_name.removesuffix(".weight")
@@ -709,12 +712,13 @@ def peft_notes(model: Model) -> list[str]:
 
 
 def base_name(given: str | Path, folder: Path) -> str:
-    """Return the name of the base model for `adapter_files`: an absolute path for a folder or a
-    GGUF file, and an unchanged hub id otherwise.
+    """Return the name of the base model, for use in `adapter_files`. The result is an absolute path
+    if the model was specified as a folder or a GGUF file. A hub id is returned unchanged.
 
     Args:
         given: folder, GGUF file or hub id specified by the user.
-        folder: folder of the base model, which is in the cache for a GGUF file or a hub id.
+        folder: folder of the base model. For a GGUF file or a hub id, this is a folder in the
+            cache.
     """
     path = Path(given).expanduser()
     if not path.exists():

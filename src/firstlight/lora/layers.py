@@ -50,8 +50,8 @@ def compiled(pattern: str) -> re.Pattern[str]:
 
 
 def _by_pattern(patterns: Mapping[str, _T], layer: str, otherwise: _T) -> _T:
-    """Return the value of the first pattern that matches the end of a layer's name, or `otherwise`
-    if none of them matches. PEFT uses the same rule."""
+    """Return the value of the first pattern that matches the end of a layer's name. If no pattern
+    matches, return `otherwise`. PEFT uses the same rule."""
     found = (value for pattern, value in patterns.items() if compiled(pattern).match(layer))
     return next(found, otherwise)
 
@@ -62,8 +62,8 @@ class LoraConfig(Section):
     """
 
     rank: int = Field(8, ge=1)
-    """rank of the product B A that is added to a layer: the number of rows of A and of columns of
-    B."""
+    """rank of the product B A that is added to a layer: A has this number of rows, and B has this
+    number of columns."""
     alpha: float = Field(16.0, gt=0)
     """scale of the product B A that is added to a layer: the product is multiplied by alpha /
     rank."""
@@ -110,7 +110,7 @@ class LoraConfig(Section):
 
 
 class LoraLinear(nn.Module):
-    """A frozen linear layer W with a trainable low-rank term B A.
+    """A frozen linear layer with weight W, to which a trainable low-rank term B A is added.
 
         LoRA  y = W x + b + s B A x
         DoRA  y = m / |W + s B A| * (W + s B A) x + b
@@ -163,14 +163,15 @@ class LoraLinear(nn.Module):
         B A is zero.
 
         Args:
-            generator: a CPU generator, so that the initial values are the same on all devices.
+            generator: generator of random numbers on the CPU. The initial values are then the same
+                on all devices.
         """
         drawn = torch.empty(self.lora_A.shape)
         bound = 1 / math.sqrt(drawn.shape[1])
         self.lora_A.copy_(drawn.uniform_(-bound, bound, generator=generator))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map [..., in] to [..., out]."""
+        """Apply the layer to inputs of shape [..., in]. Outputs have shape [..., out]."""
         y: Tensor = self.base_layer(x)
         inner = F.dropout(x, self.dropout, self.training) if self.dropout else x
         inner = F.linear(inner, self.lora_A.to(x.dtype))
@@ -221,11 +222,11 @@ class _Table(nn.Module):
         return self.base_layer.weight
 
     def embed(self, ids: Tensor) -> Tensor:
-        """Map token ids [...] to vectors [..., C]."""
+        """Look up the embedding vectors [..., C] for token ids [...]."""
         raise NotImplementedError
 
     def project(self, x: Tensor) -> Tensor:
-        """Map vectors [..., C] to logits [..., V]."""
+        """Compute the logits [..., V] for hidden states [..., C]."""
         raise NotImplementedError
 
     def merged_weight(self) -> Tensor:
@@ -233,12 +234,13 @@ class _Table(nn.Module):
         raise NotImplementedError
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the embedding vectors or the logits."""
+        """Apply the embedding or the head. Return embedding vectors or logits."""
         return self.embed(x) if isinstance(self.base_layer, Embedding) else self.project(x)
 
 
 class LoraEmbedding(_Table):
-    """A frozen embedding W [V, C] with a trainable low-rank term: W + s (B A)^T.
+    """A frozen embedding with weight W [V, C], to which a trainable low-rank term is added: W + s
+    (B A)^T.
 
     Args:
         base_layer: embedding, which the constructor freezes.
@@ -328,11 +330,11 @@ class TrainableTokens(_Table):
 
 
 class TiedHead(nn.Module):
-    """The tied head of a model whose embedding is wrapped. It uses the weight of the wrapped
+    """The tied head of a model whose embedding has an adapter. It uses the weight of the adapted
     embedding.
 
     Args:
-        table: wrapped embedding. It is not registered as a submodule, so that its parameters have
+        table: adapted embedding. It is not registered as a submodule, so that its parameters have
             only one name.
     """
 
@@ -346,7 +348,7 @@ class TiedHead(nn.Module):
         return self._table[0].weight
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map [..., C] to logits [..., V]."""
+        """Compute the logits [..., V] for hidden states [..., C]."""
         return self._table[0].project(x)
 
 
@@ -373,8 +375,9 @@ def add_lora(
     Args:
         model: model, which is modified in place.
         config: the recipe's `lora` section.
-        generator: CPU generator that is used to initialise each A (B for an embedding); None leaves
-            the matrices zero, so that they can be loaded from a file.
+        generator: CPU generator that is used to initialise matrix A of each layer, or matrix B of
+            an embedding. None leaves the matrices at zero, for adapters that are then loaded from a
+            file.
         frozen_dtype: dtype to which the weights of frozen linear layers, except the head, are cast;
             None leaves their dtype unchanged. Under autocast with the same dtype, the cast does not
             change the results. 16-bit weights take half as much memory as fp32 weights.
@@ -420,7 +423,8 @@ def add_lora(
 
 
 def wrap(model: Model, name: str, config: LoraConfig) -> LoraLinear | LoraEmbedding:
-    """Replace a linear layer or an embedding with an equivalent module that has low-rank matrices.
+    """Replace a linear layer or an embedding with an equivalent module that also has low-rank
+    matrices.
 
     Args:
         model: model, which is modified in place.
@@ -553,7 +557,7 @@ def _require_used_once(
     *,
     is_tied: bool,
 ) -> None:
-    """Raise an error if two adapters change the same embedding or head."""
+    """Raise an error if two settings change the same embedding or head."""
     for name in (model.embedding_name, HEAD):
         others = [name, HEAD] if is_tied and model.embedding_name in tokens else [name]
         keys = [
@@ -593,7 +597,8 @@ def _train_in_full(model: Model, saved: list[str], *, is_tied: bool) -> None:
 
 
 def lora_layers(model: nn.Module) -> Iterator[tuple[str, LoraLinear | LoraEmbedding]]:
-    """Yield the layers with low-rank matrices, with their names in the plain model."""
+    """Yield all layers that have low-rank matrices. Each layer is accompanied by its name in the
+    plain model."""
     for name, module in model.named_modules():
         if isinstance(module, LoraLinear | LoraEmbedding):
             yield name, module
@@ -732,7 +737,7 @@ SUFFIXES = {
 
 
 def fill_adapter(model: Model, tensors: Mapping[str, Tensor], where: str) -> None:
-    """Copy tensors, as returned by `adapter_tensors`, into a model with the same adapters.
+    """Copy tensors returned by `adapter_tensors` into a model that has the same adapters.
 
     Args:
         model: model, which is modified in place.
@@ -764,9 +769,10 @@ def adapter_tensors(model: Model) -> dict[str, Tensor]:
 
 
 def _places(model: Model) -> Iterator[tuple[str, Tensor]]:
-    """Yield each parameter of the adapters, and of the modules that are trained in full, as a pair
+    """Yield all parameters of the adapters and of the modules that are trained in full, as pairs
     (name in the PEFT file, parameter). Padding rows of the vocabulary are excluded. Parameters that
-    a tied head shares are yielded twice, because they have two names in the file."""
+    the embedding shares with a tied head are yielded twice, because they have two names in the
+    file."""
     count, embedding = model.config.vocab_size, model.embedding
     adapters = lora_parameters(model)
     for name, parameter in adapters.items():

@@ -50,14 +50,14 @@ class LoadedModel:
 
     Attributes:
         model: model in evaluation mode, on the requested device.
-        tokenizer: tokenizer of the folder; None if it does not have one.
+        tokenizer: tokenizer of the folder; None if the folder does not contain a tokenizer.
         eos_token_ids: ids of the tokens that end generation.
         folder: the model folder, or the adapter's folder.
         mapped: files that are memory-mapped as parameters; () if the weights were copied.
         trained_on: description of the checkpoint's training data, as returned by
             `checkpoint.selection.trained_on`; None if it was not read.
         generation: content of generation_config.json.
-        adapter: adapter in the folder; None unless it was left unmerged.
+        adapter: adapter of the folder if it was not merged into the model, otherwise None.
     """
 
     model: Model
@@ -77,8 +77,8 @@ class LoadedModel:
 
     @functools.cached_property
     def chat_end_ids(self) -> tuple[int, ...]:
-        """Ids of the tokens that end an answer in a chat: the `eos_token_ids`, and the token that
-        ends a turn in the chat template."""
+        """Ids of the tokens that end a response in a chat. These are the `eos_token_ids` and the
+        token that ends a turn in the chat template."""
         turn_ends = () if self.tokenizer is None else turn_end_ids(self.tokenizer)
         return tuple(dict.fromkeys((*self.eos_token_ids, *turn_ends)))
 
@@ -152,8 +152,9 @@ def load_model(
 def model_without_weights(
     folder: Path, config: ModelConfig, *, merge: bool = True
 ) -> tuple[Model, LoraConfig | None]:
-    """Create, on the meta device, the model that `load_model` would load from a folder. Return the
-    model, and the settings of the folder's adapter or, if there is no adapter, None.
+    """Create the model that `load_model` would load from a folder, but on the meta device. Return
+    the model and the settings of the folder's adapter. The settings are None if the folder does not
+    contain an adapter.
 
     Args:
         folder: model folder or adapter folder.
@@ -180,8 +181,8 @@ def model_without_weights(
 
 
 def base_identity(folder: Path) -> str:
-    """Return the SHA-256 hash, in hexadecimal, of the weights and the config of a model. For an
-    adapter, the weights and the config of its base model are included.
+    """Return the SHA-256 hash of the weights and the config of a model, in hexadecimal. For an
+    adapter, the hash includes the weights and the config of its base model.
 
     The checkpoints of a run with `lora` do not contain the base model. A resumed run uses this hash
     to detect whether its base model has changed. All weights are read, which takes about a second

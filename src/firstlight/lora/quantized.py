@@ -54,10 +54,10 @@ class NF4Linear(nn.Module):
 
     Attributes:
         packed: 4-bit codes of the weight [out, in] in row-major order, two codes per uint8.
-        scales: 8-bit code of each block's scale, uint8 [blocks].
-        statistics: concatenation of the table that maps the codes of the scales to values [256],
-            the mean of the scales [1], and the second-level scales. The fp32 values are stored as
-            bytes (uint8), so that `LanguageModel.cast` does not round them.
+        scales: 8-bit code of the scale of each block, uint8 [blocks].
+        statistics: concatenation of three fp32 tensors: the table that maps the codes of the scales
+            to values, [256]; the mean of the scales, [1]; and the second-level scales. They are
+            stored as bytes (uint8), so that `LanguageModel.cast` does not round them.
         is_conv1d: True if the layer was a `Conv1D`, which stores weights as [in, out].
         dtype: dtype of the original weight.
     """
@@ -86,7 +86,7 @@ class NF4Linear(nn.Module):
         self.register_buffer("statistics", statistics.float().view(torch.uint8))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map [..., in] to [..., out]."""
+        """Apply the layer to inputs of shape [..., in]. Outputs have shape [..., out]."""
         x = x.to(product_dtype(x))
         shape = (self.out_features, self.in_features)
         y: Tensor = _nf4_linear(x, self.packed, self.scales, self.statistics, *shape)
@@ -129,8 +129,8 @@ def dequantized(
 
 
 # This is a custom operator, so that the backward pass can dequantise the weight again. With plain
-# operators, autograd would keep the dequantised weight, which would cancel out the memory savings.
-# In addition, torch.compile does not trace into a custom operator.
+# operators, autograd would keep the dequantised weight until the backward pass, and no memory would
+# be saved. In addition, torch.compile does not trace into a custom operator.
 @torch.library.custom_op("firstlight::nf4_linear", mutates_args=())
 def _nf4_linear(
     x: Tensor, packed: Tensor, scales: Tensor, statistics: Tensor, rows: int, columns: int
