@@ -1,7 +1,7 @@
-"""Efficiency methods, which change how a step is computed but not its result, and the z-loss, an
-additional term of the training loss. Each method corresponds to one recipe key and is applied to a
-plain model from outside. `loss_function` then creates the loss function of a training step from the
-model."""
+"""Efficiency methods, which change how a step is computed but not its result. Each method
+corresponds to one recipe key and modifies a plain model. This package also implements the z-loss,
+an additional term of the training loss. Once the methods have been applied to a model,
+`loss_function` creates the loss function for its training steps."""
 
 from __future__ import annotations
 
@@ -64,17 +64,18 @@ __all__ = [
 
 
 class LossFunction(Protocol):
-    """Interface of loss functions: (input_ids int64 [B, T], labels int64 [B, T], document_ids int
-    [B, T] or None) -> summed loss [], fp32. The loss function for preference pairs has an
-    additional argument, the `Batch.references` [B, D] of the pairs."""
+    """Interface of loss functions. The arguments are input_ids and labels, both int64 [B, T], and
+    document_ids, which is int [B, T] or None. The result is the summed loss, fp32 []. The loss
+    function for preference pairs has an additional argument, the `Batch.references` [B, D] of the
+    pairs."""
 
     def __call__(
         self, input_ids: Tensor, labels: Tensor, document_ids: Tensor | None = None
     ) -> Tensor: ...
 
 
-#: A function that creates a loss function from a function (input_ids, labels None, document_ids) ->
-#: logits [B, T, V].
+#: A function that creates a loss function. It receives a function that computes the logits [B, T,
+#: V] from the arguments input_ids, labels (None) and document_ids.
 Objective = Callable[[Callable[..., Tensor]], LossFunction]
 
 
@@ -87,7 +88,7 @@ def apply_methods(
     z_loss_coef: float = 0.0,
 ) -> None:
     """Install the attention backend, the loss, activation checkpointing and fp8 layers in a model.
-    The outputs of the model do not change, including its outputs in evaluation and generation.
+    The outputs of the model do not change, neither in training nor in evaluation and generation.
 
     Args:
         model: plain model, which is modified in place.
@@ -140,10 +141,10 @@ def loss_function(
         model: model to which the methods of `config` have been applied.
         config: the recipe's `efficiency` section.
         hardware: hardware on which the model runs.
-        forward: function that replaces the model's forward pass, such as that of an engine
-            (`Engine.share`); None for the model itself.
-        objective: function that creates the loss function from a function that computes logits;
-            None for the cross-entropy, which the model computes itself.
+        forward: function that is called in place of the model, such as a forward pass that an
+            engine has wrapped (`Engine.share`). None calls the model itself.
+        objective: function that creates the loss function, given a function that computes logits.
+            None selects the cross-entropy, which the model computes itself.
 
     Raises:
         ConfigError: `config.compile` is true and there is no compiler.
@@ -178,7 +179,7 @@ def plain_loss(
     hardware: Hardware,
     objective: Objective | None = None,
 ) -> LossFunction:
-    """Return the loss function for evaluation. It uses the same precision as in training, but it is
-    not compiled, because compilation would take more time than it saves."""
+    """Return the loss function for evaluation. Its precision is the same as in training. It is not
+    compiled, because compilation would take more time than it saves."""
     plain = config.model_copy(update={"compile": False})
     return loss_function(model, plain, hardware, objective=objective)

@@ -110,8 +110,8 @@ def takes_blockwise(model: ModelConfig, dtype: torch.dtype, seq_len: int) -> boo
 
 
 def able_backends(model: ModelConfig) -> tuple[str, ...] | None:
-    """Return the backends that support the attention of a model, or None if all backends support
-    it. The relevant settings are the same in all layers."""
+    """Return the backends that support the attention layers of a model. Return None if all backends
+    support them. Only settings that are the same in all layers are checked."""
     spec = model.attention_spec(0)
     if spec.sinks:
         return ("blockwise", "plain", "flex")
@@ -121,8 +121,8 @@ def able_backends(model: ModelConfig) -> tuple[str, ...] | None:
 
 
 def why_unable(model: ModelConfig, backend: str, device: str = "cuda") -> str:
-    """Return the reason why a backend does not support a model, phrased as the end of a sentence.
-    Return "" if the backend supports the model.
+    """Return the reason why a backend does not support a model. The reason is worded as the end of
+    a sentence. Return "" if the backend supports the model.
 
     Args:
         model: config of the model.
@@ -196,8 +196,8 @@ _CHANGING = threading.Lock()
 
 @contextlib.contextmanager
 def varying_lengths() -> Iterator[None]:
-    """Context manager or decorator for attention over sequences whose lengths change from call to
-    call.
+    """Context manager and decorator for code that computes attention over sequences whose lengths
+    change from call to call.
 
     Within the context, torch does not use cuDNN's attention kernel, which it would otherwise prefer
     on Hopper and Blackwell. cuDNN takes tens of milliseconds on the host to plan each new shape,
@@ -252,7 +252,7 @@ def flex_mask(
             seen = seen & (document_ids_BT[batch, query] == document_ids_BT[batch, key])
         return seen
 
-    # Without documents, all rows share one mask. The heads always share one mask.
+    # If the rows are not masked by document, they share one mask. All heads always share one mask.
     rows = None if document_ids_BT is None else len(document_ids_BT)
     return create_block_mask(
         visible, rows, None, len(positions), total, device=str(positions.device)
@@ -304,5 +304,5 @@ def _capping(bound: float) -> Callable[..., Tensor]:
 def _compiled_flex() -> Callable[..., Any]:
     from torch.nn.attention.flex_attention import flex_attention as uncompiled
 
-    # Without compilation, FlexAttention stores all T x S scores.
+    # If FlexAttention is not compiled, it stores all T x S scores.
     return torch.compile(uncompiled, dynamic=False)

@@ -87,7 +87,7 @@ def _has_python_headers() -> bool:
 
 def find_compiler(hardware: Hardware) -> Compiler | None:
     """Return the `Compiler` for a device on this machine, or None if code can't be compiled for the
-    device. The result assumes that no other programs are running."""
+    device. Its values assume that no other programs are running."""
     if not can_compile(hardware.device):
         return None
     return Compiler(hardware.device.type, hardware.name, usable_cpus())
@@ -132,7 +132,7 @@ def is_compile_failure(error: Exception) -> bool:
 
 
 def needs_compiling(config: EfficiencyConfig) -> bool:
-    """Return True if the config sets keys that require torch.compile."""
+    """Return True if the config contains settings that require torch.compile."""
     return (
         config.compile_regional
         or config.compile_mode != "default"
@@ -143,8 +143,8 @@ def needs_compiling(config: EfficiencyConfig) -> bool:
 def compile_time_recorder(
     config: EfficiencyConfig, hardware: Hardware, model: ModelConfig
 ) -> Callable[[float], None]:
-    """Return a function that stores a compile time, in seconds, for later runs. Call
-    `compile_time_recorder` before the first step.
+    """Return a function that stores a compile time, in seconds, for later runs.
+    `compile_time_recorder` must be called before the first step.
 
     The returned function does not store anything for a run without torch.compile, for a backend or
     mode other than the default, or if part of the code was already in inductor's cache.
@@ -192,8 +192,9 @@ def why_unrecordable(model: ModelConfig, config: EfficiencyConfig, hardware: Har
 
 
 def keep_results(model: Model) -> None:
-    """Copy the gradients of the step's previous micro-batches out of the memory of CUDA graphs. The
-    next forward pass overwrites this memory, and torch raises an error if it is read afterwards."""
+    """Copy the gradients that the step has accumulated so far out of the memory of CUDA graphs. The
+    next forward pass overwrites this memory, and torch raises an error if the memory is read
+    afterwards."""
     for parameter in model.parameters():
         if parameter.grad is not None:
             parameter.grad = parameter.grad.clone()
@@ -214,8 +215,8 @@ def _compiled_in_training(
 @contextlib.contextmanager
 def memory_budget(config: EfficiencyConfig) -> Iterator[None]:
     """Context manager for compilation. With activation_checkpointing "budget", torch's min-cut
-    partitioner selects which activations to recompute. The remaining activations, which are stored,
-    then fit into `activation_memory_budget`."""
+    partitioner selects which activations to recompute, so that the stored activations fit into
+    `activation_memory_budget`."""
     if config.activation_checkpointing != "budget":
         yield
         return
@@ -228,8 +229,8 @@ def memory_budget(config: EfficiencyConfig) -> Iterator[None]:
 
 def room_for_programs(config: EfficiencyConfig) -> contextlib.AbstractContextManager[object]:
     """Return a context manager that raises the limits on the number of compilations. torch counts
-    the compilations of `forward` for all models of a process together, and by default it stops
-    compiling after eight."""
+    the compilations of `forward` for all models of a process together. By default, torch stops
+    compiling after eight compilations."""
     if config.compile is not True:
         return contextlib.nullcontext()
     patched: contextlib.AbstractContextManager[object] = torch._dynamo.config.patch(

@@ -112,7 +112,7 @@ def _recomputed(
 
 
 def keeps_result(_: object, operator: Any, *arguments: Any, **named: Any) -> CheckpointPolicy:
-    """Return whether selective checkpointing keeps the result of an operator.
+    """Return True if selective checkpointing keeps the result of an operator.
 
     Attention with dropout is recomputed. If its result were kept, the recomputation would not draw
     random numbers for attention, and later dropout layers would draw different numbers than in the
@@ -167,10 +167,11 @@ class _Activation:
     Attributes:
         kept: copy of the activation in host memory.
         device: GPU of the activation.
-        before: function that returns the activation that was saved before this one, which the
-            backward pass needs next, or None if that activation has been freed.
-        back: the tensor on the GPU. It is set when the copy back to the GPU starts, and None before
-            that and after the backward pass has used it.
+        before: function that returns the activation that was saved before this one. The backward
+            pass needs that activation next. The function returns None if the activation has been
+            freed.
+        back: tensor on the GPU to which the activation is copied back. It is None until this copy
+            starts, and again after the backward pass has used the tensor.
         is_back: True if the backward pass has used the tensor on the GPU.
     """
 
@@ -240,8 +241,8 @@ class _Copies:
         return tensor
 
     def _copy(self, target: Tensor, source: Tensor) -> torch.cuda.Event:
-        """Start a copy that runs after all work queued by the computation so far. Return the event
-        that marks the end of the copy."""
+        """Start a copy that runs after all work that the computation has queued so far. Return the
+        event that marks the end of the copy."""
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
             target.copy_(source, non_blocking=True)
@@ -249,7 +250,7 @@ class _Copies:
         return event
 
     def _drop(self, copies: deque[_Copy], most: int) -> None:
-        """Drop the oldest copies, so that at most `most` remain."""
+        """Discard the oldest copies, so that at most `most` copies remain."""
         while len(copies) > most:
             torch.cuda.current_stream(self._device).wait_event(copies[0][1])
             copies.popleft()
@@ -348,8 +349,8 @@ def chunk_loss(model: Model, chunk_tokens: int, z_loss_coef: float = 0.0) -> Non
 
 
 def chunked_head_loss(chunk_tokens: int, z_loss_coef: float = 0.0) -> HeadLoss:
-    """Return a `HeadLoss` that keeps the logits of at most `chunk_tokens` tokens in memory. See
-    `head_loss` for `z_loss_coef`."""
+    """Return a `HeadLoss` that keeps the logits of at most `chunk_tokens` tokens in memory.
+    `z_loss_coef` is described in `head_loss`."""
     return functools.partial(_chunked_head_loss, chunk_tokens, z_loss_coef)
 
 
@@ -408,7 +409,7 @@ def _linear_cross_entropy(
         gradient of `weight_VC`, [V, C], in the dtype of the loss. The gradient of the weight is
         empty unless `learns` is True.
     """
-    weight = weight_VC.to(dtype)  # rounded only once, for all chunks
+    weight = weight_VC.to(dtype)  # round only once, for all chunks
     grad_x_NC = torch.empty_like(x_NC)
     wide = torch.promote_types(dtype, torch.float32)
     # The sum is computed in fp32, because the gradient of a chunk could be lost if the sum were
@@ -465,7 +466,8 @@ def _(x_NC: Tensor, weight_VC: Tensor, *others: Any) -> tuple[Tensor, Tensor, Te
 def _save_gradients(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     ctx.save_for_backward(*output[1:])
     ctx.weight_dtype, ctx.learns = inputs[1].dtype, inputs[6]
-    # Otherwise, autograd would create zeros as large as the weight for the unused outputs.
+    # By default, autograd would create a tensor of zeros for the gradient of each unused output, as
+    # large as the weight.
     ctx.set_materialize_grads(False)
 
 

@@ -35,9 +35,9 @@ BOUNDS = {"fp32": (1e-5, 1e-3), "bf16": (0.01, 0.05), "fp16": (0.001, 0.03)}
 def weights_distance(
     found: Iterable[Tensor], exact: Iterable[Tensor], start: Iterable[Tensor]
 ) -> float:
-    """Return the L2 distance between trained weights and exact weights, divided by the L2 distance
-    that the exact weights moved in training. Each argument contains the same tensors [...] of a
-    model, in the same order and on the CPU."""
+    """Return the L2 distance between the weights of a trained model and exact weights, divided by
+    the L2 distance by which the exact weights moved in training. Each argument contains the same
+    tensors [...] of a model, in the same order and on the CPU."""
     apart = moved = 0.0
     for one, other, before in zip(found, exact, start, strict=True):
         apart += float((one.double() - other.double()).square().sum())
@@ -82,8 +82,8 @@ def dtype_of(precision: str) -> torch.dtype:
 
 
 def autocast(device: torch.device, dtype: torch.dtype) -> contextlib.AbstractContextManager[object]:
-    """Return a context manager in which matrix products are computed in `dtype`. For fp32, it does
-    nothing."""
+    """Return a context manager that computes matrix products in `dtype`. It has no effect for
+    fp32."""
     if dtype == torch.float32:
         return contextlib.nullcontext()
     # torch's cache of rounded weights is disabled. A forward pass uses each weight only once, and
@@ -128,15 +128,15 @@ def packet_note(
     *,
     above: int = 1,
 ) -> str | None:
-    """Return a note about the widths of a model that a GPU's tensor cores can't read at full speed
-    (see `matrix_packet_bytes`), and about the cost of these widths. Return None if there are no
-    such widths.
+    """Return a note that lists the widths of a model that a GPU's tensor cores can't read at full
+    speed (see `matrix_packet_bytes`), and describes what these widths cost. Return None if there
+    are no such widths.
 
     Args:
         config: config of the model.
         efficiency: the recipe's `efficiency` section.
         capability: CUDA compute capability of the GPU; None for any other device.
-        above: only widths that are multiples of this number are reported.
+        above: only report widths that are multiples of this number.
     """
     products = efficiency.products
     if capability is None or capability < FP16_CAPABILITY or products == "fp32":
