@@ -1,10 +1,11 @@
 """Display benchmark results as tables and pictures.
 
-Table cells are rendered from templates. A row is a string of templates separated by " | ". Each
-template is a Python format string that can also use the names in `UNITS` as format specifications.
+A row of a table is rendered from a string of cell templates separated by " | ". Each template is a
+Python format string. In addition to Python's format specifications, it can use the names in
+`UNITS`.
 
-Pictures are PNG files with panels of horizontal bars. This module also contains helper functions
-for other figures.
+Pictures are PNG files that contain panels of horizontal bars. This module also contains helper
+functions for other figures.
 """
 
 from __future__ import annotations
@@ -43,15 +44,16 @@ class _Formatter(string.Formatter):
 
 
 def cell(template: str, row: Mapping[str, Any]) -> str:
-    """Render one cell of a row. Return "" if a value that the template needs is missing or None."""
+    """Render one cell of a table row. Return "" if a value that the template uses is missing or
+    None."""
     try:
         return _Formatter().vformat(template, (), row)
-    except (KeyError, TypeError):  # The value None can't be formatted or indexed.
+    except (KeyError, TypeError):  # Formatting or indexing None raises one of these errors.
         return ""
 
 
 def cells(templates: str, row: Mapping[str, Any]) -> list[str]:
-    """Render the cells of a row from templates separated by " | "."""
+    """Render the cells of a table row from a string of templates separated by " | "."""
     return [cell(template, row) for template in templates.split(" | ")]
 
 
@@ -65,11 +67,12 @@ class Panel:
         values: lengths of the bars.
         labels: labels next to the bars; None to show the values.
         colors: colors of the bars, or one color for all bars.
-        spread: lowest and highest value of each bar, shown as error bars; None to show no error
-            bars.
-        inner: lengths of thin black bars inside the bars, or an empty sequence.
-        line: name and value of a dashed vertical line, such as a target or an upper limit; None to
-            draw no line.
+        spread: lowest and highest value for each bar, which are shown as error bars; None to omit
+            error bars.
+        inner: lengths of the thin black bars that are drawn inside the bars; an empty sequence to
+            omit them.
+        line: name and position of a dashed vertical line, such as a target or an upper limit; None
+            to omit the line.
         title: heading of the panel.
     """
 

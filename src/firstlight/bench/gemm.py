@@ -1,13 +1,13 @@
 """`firstlight bench gemm`: measure this machine's matrix-product rate by shape and alignment.
 
 The operands are random and are created once per number format. Each result overwrites the previous
-one, so that no memory is allocated during a measurement. A product that takes less time than the
-measurement should last is repeated with the same operands. An untimed product runs before the
+one, so that no memory is allocated during a measurement. If a product takes less time than a
+measurement should last, it is repeated with the same operands. One untimed product runs before the
 repetitions, so operands that fit into the caches are already cached. A round measures every product
 once, except for products in `COMPARED`, which are measured `GemmPlan.turns` times. Tables show the
 median. Products that are compared with each other are measured in quick succession, so that other
-load on the machine affects all of them. The ratio of two products is the median over the pairs of
-measurements.
+load on the machine affects all of them. The ratio of the times of two products is the median over
+pairs of such measurements.
 
 A product is C [M, N] = A [M, K] @ B [K, N]. As in BLAS, a layout consists of one letter for A and
 one for B: "n" is a matrix stored row by row, and "t" is the transposed view of such a matrix. A
@@ -20,9 +20,8 @@ products per step:
 
 GPT-2's Conv1D stores W as [in, out], so its products are x @ W "nn", g @ W.T "nt" and x.T @ g "tn".
 
-The module first defines the products and the measurement of a single product. They are followed by
-additional measurements on the CPU (memory reads and blocked products on one thread, waves on all
-threads), the benchmark run, the summary and the picture.
+The module defines, in this order: the products, the measurement of a single product, additional
+measurements on a CPU, the benchmark run, the summary of the results, and the picture.
 """
 
 from __future__ import annotations
@@ -73,9 +72,9 @@ class GemmProduct:
 
     Attributes:
         part: part of the benchmark to which the product belongs.
-        group: name of the group of products that are compared with each other. It is the dimension
-            that varies, or the storage of the weights ("conv1d", "linear").
-        value: size of the dimension that varies, or 0.
+        group: name of the group of products that are compared with each other. It names the
+            dimension that varies, or the storage of the weights ("conv1d" or "linear").
+        value: size of the dimension that varies; 0 if no dimension varies.
         name: name used in tables.
         m: number of rows of A and C.
         n: number of columns of B and C.
@@ -120,7 +119,8 @@ MODELS = {
 
 @dataclass(frozen=True)
 class GemmPlan:
-    """Sizes, durations and repetitions of the measurements.
+    """The sizes of the measured products, the durations of the measurements and the number of
+    repetitions.
 
     Attributes:
         sizes: sizes of the square products.
@@ -189,14 +189,14 @@ def plan_for(device_type: str, quick: bool) -> GemmPlan:
 
 
 def paddings(size: int) -> dict[int, int]:
-    """Return `size`, padded to a multiple of each number in MULTIPLES. The result is keyed by that
-    number. Different numbers can result in the same padded size.
+    """Pad `size` to a multiple of each number in MULTIPLES. Return the padded sizes, keyed by these
+    numbers. Some of the padded sizes can be equal.
     """
     return {multiple: -(-size // multiple) * multiple for multiple in MULTIPLES}
 
 
 def unaligned(shape: GPT2Shape, base: int) -> dict[str, int]:
-    """Return the sizes for which the effect of padding is measured, keyed by group."""
+    """Return the unpadded sizes for which the effect of padding is measured, keyed by group."""
     return {
         "M": base + 1,
         "N": base + 1,
@@ -224,8 +224,8 @@ def layer_products(
 
 
 def model_products(shape: GPT2Shape, tokens: int) -> list[GemmProduct]:
-    """Return the products of one training step, except for those inside attention. The layers are
-    included twice, as Conv1D and as linear layers. The head is included once per vocabulary
+    """Return the products of one training step, except for the products inside attention. Each
+    layer is included as Conv1D and as a linear layer. The head is included once for each vocabulary
     size."""
     C = shape.hidden_size
     layers = {
@@ -245,7 +245,7 @@ def model_products(shape: GPT2Shape, tokens: int) -> list[GemmProduct]:
         rows: layer_products(f"head {rows}", tokens, C, rows)
         for rows in sorted({vocabulary, *paddings(vocabulary).values()})
     }
-    # The sizes of a product are measured consecutively, because the load of the machine changes
+    # All sizes of a product are measured consecutively, because other load on the machine changes
     # slowly.
     products += [
         GemmProduct("model", "vocabulary", rows, *heads[rows][one], count=1)
@@ -256,8 +256,9 @@ def model_products(shape: GPT2Shape, tokens: int) -> list[GemmProduct]:
 
 
 def alignment_products(shape: GPT2Shape, base: int, tokens: int) -> list[GemmProduct]:
-    """Return square products, one of whose dimensions varies between aligned and unaligned sizes,
-    and the products of a model's MLP for aligned and unaligned hidden sizes.
+    """Return the products that show the effect of alignment. These are square products in which one
+    dimension is changed to aligned and unaligned sizes, and the products of a model's MLP with
+    aligned and unaligned hidden sizes.
 
     The layout is "nt", in which K is the contiguous dimension of A and B, and N is the contiguous
     dimension of C.
@@ -284,7 +285,8 @@ def alignment_products(shape: GPT2Shape, base: int, tokens: int) -> list[GemmPro
 
 
 def tile_products(base: int, sizes: Sequence[int]) -> list[GemmProduct]:
-    """Return products with M = K = `base` and values of N in steps around a tile's edge length."""
+    """Return products with M = K = `base`, and with values of N close to the edge length of a
+    tile."""
     return [GemmProduct("tile", "N", n, f"N = {n}", m=base, n=n, k=base) for n in sizes]
 
 
@@ -300,8 +302,8 @@ def wave_products(multiprocessors: int) -> list[GemmProduct]:
 
 
 def all_products(shape: GPT2Shape, plan: GemmPlan, multiprocessors: int = 0) -> list[GemmProduct]:
-    """Return all products of a plan in measurement order. Waves are included only with
-    `multiprocessors`.
+    """Return all products of a plan in the order of measurement. The products of `wave_products`
+    are included only if `multiprocessors` is not 0.
     """
     squares = [
         GemmProduct("size", "", size, str(size), m=size, n=size, k=size) for size in plan.sizes
@@ -337,8 +339,8 @@ Operands = tuple[Tensor, Tensor, Tensor]
 
 @contextlib.contextmanager
 def fp32_products(name: str) -> Iterator[None]:
-    """Context manager that computes fp32 products in full precision, or in TF32 if `name` is
-    "tf32". torch's global setting is restored on exit.
+    """Context manager in which fp32 products are computed in full precision, or in TF32 if `name`
+    is "tf32". torch's global setting is restored on exit.
     """
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("high" if name == "tf32" else "highest")
@@ -369,9 +371,9 @@ def make_operands(
 
 
 def make_multiply(product: GemmProduct, operands: Operands) -> Callable[[], object]:
-    """Return a function that computes the product once, in the product's layout, and writes the
-    result to C. For fp8, only the "nt" layout is supported, and the result is allocated on each
-    call.
+    """Return a function that computes a product once, in the layout that the product specifies, and
+    writes the result to C. With fp8, only the layout "nt" is supported, and each call allocates
+    memory for the result.
     """
     m = product.m
     n = product.n
@@ -389,7 +391,7 @@ def make_multiply(product: GemmProduct, operands: Operands) -> Callable[[], obje
 
 
 def _seconds(multiply: Callable[[], object], repeats: int, device: torch.device) -> float:
-    """Return the mean seconds of one product over `repeats` products."""
+    """Compute a product `repeats` times, and return the mean time per product in seconds."""
     synchronize(device)
     start = time.perf_counter()
     for _ in range(repeats):
@@ -399,8 +401,8 @@ def _seconds(multiply: Callable[[], object], repeats: int, device: torch.device)
 
 
 def warm_up(multiply: Callable[[], object], device: torch.device) -> float:
-    """Warm up a product, so that its kernels are built and its memory is touched. Return the
-    approximate seconds per product."""
+    """Compute a product a few times, so that its kernels are built and its memory is mapped. Return
+    the approximate time per product in seconds."""
     multiply()
     best = math.inf
     for _ in range(3):
@@ -423,8 +425,8 @@ def repeats_of(product_seconds: float, measure_seconds: float) -> int:
 def measure_product(
     product: GemmProduct, operands: Operands, repeats: int, device: torch.device
 ) -> float:
-    """Return the mean seconds per product over `repeats` products. If `repeats` is greater than 1,
-    one untimed product runs first.
+    """Return the mean time per product, in seconds, over `repeats` products. If `repeats` is
+    greater than 1, one untimed product runs first.
     """
     multiply = make_multiply(product, operands)
     if repeats > 1:
@@ -469,8 +471,8 @@ def sum_passes(data: Tensor) -> tuple[Callable[[], Tensor], int]:
 
     Returns:
         A function that sums the array in several passes and returns the sum of each pass, [passes];
-        and the number of passes. Together, the passes read about `_CALL_BYTES`. An array that is
-        larger than that is read once.
+        and the number of passes. All passes of a call read about `_CALL_BYTES` in total. A larger
+        array is read once.
     """
     passes = max(1, _CALL_BYTES // data.nbytes)
     repeated, sums = data.expand(passes, -1), torch.empty(passes)
@@ -494,14 +496,15 @@ def multiply_squares(a: Tensor, b: Tensor, out: Tensor, block: int) -> None:
                 part.addmm_(a[i : i + block, k : k + block], b[k : k + block, j : j + block])
 
 
-#: Methods of splitting a product into blocks, each with its function and its smallest block size.
-#: Block sizes are powers of 2. For square blocks smaller than 32, call overhead would dominate.
+#: Ways to split a product into blocks. Each is given with its function and its smallest block size.
+#: Block sizes are powers of 2. With square blocks smaller than 32, the overhead of the calls would
+#: dominate.
 _CUTS = {"row blocks": (multiply_rows, 1), "square blocks": (multiply_squares, 32)}
 
 
 def measure_loops(plan: GemmPlan) -> dict[str, Any]:
-    """Measure the rates of passes over arrays and of blocked products on one thread, and the times
-    of waves on all threads.
+    """Measure how fast one thread reads arrays of different sizes and computes a product that is
+    split into blocks. Also measure how long several concurrent products take on all threads.
 
     Args:
         plan: plan that specifies `pass_bytes`, `blocked_edge` (a power of 2) and `measure_seconds`.
@@ -512,7 +515,7 @@ def measure_loops(plan: GemmPlan) -> dict[str, Any]:
         - "blocks": for each block size, "cut" ("row blocks" or "square blocks"), "block" (number of
           rows of a block) and "flops_per_second"
         - "edge": number of rows and columns of the product that is split into blocks
-        - "waves": times of concurrent products (see `measure_waves`)
+        - "waves": times of several concurrent products (see `measure_waves`)
 
         Rates are medians. Each rate is accompanied by its "lowest" and "highest" value.
     """
@@ -544,7 +547,7 @@ def measure_loops(plan: GemmPlan) -> dict[str, Any]:
 
 
 def measure_waves(edge: int, threads: int) -> dict[str, Any]:
-    """Measure the time of several concurrent products relative to the time of a single product.
+    """Measure how long several concurrent products take, relative to the time of a single product.
 
     Args:
         edge: number of rows and columns of each product.
@@ -553,9 +556,9 @@ def measure_waves(edge: int, threads: int) -> dict[str, Any]:
     Returns:
         A dict with the keys "threads", "edge" and "rows". Each row has "products", the number of
         concurrent products, and "time_ratio", the median ratio of two consecutive measurements,
-        with "lowest" and "highest". There is one row for a single product. For each number of waves
-        from one to four, there are two rows: one with the number of products that exactly fills the
-        waves, and one with an additional product.
+        with "lowest" and "highest". One wave consists of one product per thread. There is one row
+        for a single product, and there are two rows for each number of waves from one to four. The
+        first of these has as many products as fill the waves, and the second has one more product.
     """
     counts = sorted({n for wave in range(1, 5) for n in (wave * threads, wave * threads + 1)} | {1})
     a = torch.rand(edge, edge)
@@ -594,7 +597,8 @@ def _one_thread() -> Iterator[None]:
 
 
 def _rates(call: Callable[[], object], work: int, measure_seconds: float) -> list[float]:
-    """Return the work per second in each of `_REPEATS` measurements. One untimed call runs first.
+    """Measure a function `_REPEATS` times, after an untimed call. Return the work per second of
+    each measurement.
 
     Args:
         call: function to measure.
@@ -621,8 +625,9 @@ def draw_loops(loops: Mapping[str, Any], passes: Any, blocks: Any, waves: Any) -
 
     Args:
         loops: the result of `measure_loops`.
-        passes: matplotlib axes for the rates of passes and the sizes of the caches.
-        blocks: matplotlib axes for the rates of products in blocks.
+        passes: matplotlib axes for the rates at which arrays are read, and for the sizes of the
+            caches.
+        blocks: matplotlib axes for the rates of products that are split into blocks.
         waves: matplotlib axes for the times of several concurrent products.
     """
     rows = loops["passes"]
@@ -677,7 +682,7 @@ def _draw_medians(
 
 
 def hardware_dtypes(hardware: Hardware) -> list[str]:
-    """Return the names of those DTYPES that the device can multiply in hardware. "fp32" is always
+    """Return the names of the DTYPES for which the device has hardware support. "fp32" is always
     included.
     """
     names = ["fp32"]
@@ -694,7 +699,7 @@ def hardware_dtypes(hardware: Hardware) -> list[str]:
 
 
 class GemmRun:
-    """A run of the benchmark. Its results so far can be read at any time.
+    """A run of the benchmark. The results measured so far can be read at any time.
 
     Attributes:
         dtypes: names of the DTYPES to measure.
@@ -737,7 +742,7 @@ class GemmRun:
         self.load = machine_facts(self.hardware)["load"]
 
     def measure(self) -> None:
-        """Run all products once to warm up, then measure rounds until the plan's time is used
+        """Run all products once to warm up. Then measure rounds until the time of the plan is used
         up."""
         device = self.hardware.device
         start = time.perf_counter()
@@ -749,7 +754,7 @@ class GemmRun:
                 for key in costs
                 if turn == 0 or self.products[key[0]].part in COMPARED
             ]
-            # If a product is repeated, one additional, untimed product runs before the measurement.
+            # If a product is repeated, an additional, untimed product runs before the measurement.
             work = {key: (n + (n > 1)) * once for key, (n, once) in costs.items()}
             round_seconds = sum(work[key] for key in order)
             left = self.plan.budget_seconds - (time.perf_counter() - start)
@@ -776,11 +781,11 @@ class GemmRun:
     ) -> tuple[dict[str, Operands], dict[tuple[int, str], tuple[int, float]]]:
         """Run all products once.
 
-        The dtypes of a product are measured consecutively, because they are also compared with each
+        All dtypes of a product are measured consecutively, because they are also compared with each
         other.
 
         Returns:
-            The operands, keyed by dtype; and the (number of repetitions, seconds per product),
+            The operands, keyed by dtype; and pairs (number of repetitions, seconds per product),
             keyed by (index of the product, dtype) in the order of measurement.
         """
         device, names = self.hardware.device, self.dtypes
@@ -850,8 +855,8 @@ def summarize(
     Returns:
         - "ceilings": for each dtype, the highest FLOP/s of a large product, or of any product if
           there are no large products
-        - "rows": for each product and dtype, the times in seconds; the median, lowest and highest
-          FLOP/s; and the median as a fraction of the ceiling
+        - "rows": for each product and dtype, the times in seconds; the median, the lowest and the
+          highest FLOP/s; and the median as a fraction of the ceiling
         - "step": the result of `step_times`
         - "padding", "tile" and "wave": comparisons of products of different sizes (see `compare`)
     """
@@ -931,8 +936,7 @@ def step_times(
 def compare(
     times: Times, size: Iterable[GemmProduct], base: Iterable[GemmProduct]
 ) -> dict[str, Any]:
-    """Compare the total time of the products in `size` with the total time of the products in
-    `base`.
+    """Compare the total times of two groups of products, `size` and `base`.
 
     Returns:
         A dict with "time_ratio", the median over measurements of time(size) / time(base), with its
@@ -960,12 +964,12 @@ def compare(
 
 
 def _padding(times: Times, off: Mapping[str, int]) -> list[dict[str, Any]]:
-    """Compare each aligned size of a group with the unaligned size, by the total time of all
-    products.
+    """Compare the total time of all products at each aligned size of a group with the total time at
+    the unaligned size.
 
     Args:
         times: measured times.
-        off: unaligned size of each group.
+        off: unaligned size for each group.
     """
     result = []
     for group, base in off.items():
@@ -987,8 +991,8 @@ def _padding(times: Times, off: Mapping[str, int]) -> list[dict[str, Any]]:
 
 
 def _against(times: Times, part: str, value: int | None) -> list[dict[str, Any]]:
-    """Compare each product of a part with the product whose size is `value`. If `value` is None,
-    compare it with the first product (one wave).
+    """Compare each product of a part of the benchmark with the product whose size is `value`. If
+    `value` is None, the products are compared with the first product, which takes one wave.
     """
     these = [one for one in times if one.part == part]
     if value is None:
@@ -1001,7 +1005,7 @@ def _against(times: Times, part: str, value: int | None) -> list[dict[str, Any]]
 
 def draw(result: Mapping[str, Any]) -> bytes:
     """Draw a result as a PNG. The panels show rates by size, the products of the model, and the
-    effects of padding and tiles. On a CPU, they also show caches, blocks and waves."""
+    effects of padding and tiles. On a CPU, they also show the results of `measure_loops`."""
     loops = result.get("loops")
     figure = upper = new_figure(14, 16 if loops else 11)
     if loops:

@@ -10,12 +10,13 @@ The result consists of two tables:
   the same order. Each method is added to the methods before it. For a GPT-2, the first row uses a
   mask, LayerNorm and GELU that are implemented with elementary operations (`steps.write_out`).
 
-Each row is trained for a few steps in a fresh process (`steps` describes the measurements). With
-`quick` on a CPU, this process is forked from a process that has already imported all libraries. The
-rows take turns (A B C, A B C), and all rows use the same number of threads, the same data and the
-same initial weights. Rates are medians over the timed steps of all turns. A row that can't run on
-this machine is skipped, and the reason is shown. A row that fails is shown with its error, and the
-ladder continues without it.
+The recipe of each row is trained for a few steps in a fresh process (`steps` describes the
+measurements). With `quick` on a CPU, this process is forked from a process that has already
+imported all libraries. All rows are measured one after the other, and this is repeated for each
+turn (A B C, A B C). They use the same number of threads, the same data and the same initial
+weights. Rates are medians over the timed steps of all turns. A row that can't run on this machine
+is skipped, and the reason is shown. A row that fails is shown with its error, and the ladder
+continues without it.
 
 In all rows, MFU is relative to the same rate: the machine's rate of bf16 matrix products
 (`hardware.device.peak_flops`) or, on a CPU that computes fp32 products faster, the rate of fp32
@@ -73,14 +74,14 @@ class MethodRow:
 
     Attributes:
         name: name in tables and for `--rows`.
-        changes: values of the recipe keys (`section.key`) that the method sets. A row of the ladder
-            contains only the changes that it adds to the rows before it.
-        needs_gpu: reason why CPUs skip the row, or "".
-        not_here: reason why the row is skipped regardless of the device, or "".
+        changes: values of the recipe keys (`section.key`) that the method sets. For a row of the
+            ladder, these are only the changes that the row adds to the rows before it.
+        needs_gpu: reason why the row is skipped on CPUs; "" if it is not.
+        not_here: reason why the row is skipped regardless of the device; "" if it is not.
         in_quick: False to exclude the row from `--quick`, because it starts slowly or is similar to
             another row.
-        huge_pages: True to let torch use huge pages for large tensors, which `firstlight train`
-            does not do.
+        huge_pages: True to let torch use huge pages for large tensors. `firstlight train` does not
+            use huge pages.
     """
 
     name: str
@@ -93,7 +94,7 @@ class MethodRow:
 
 @dataclass
 class MethodOutcome(RowOutcome):
-    """Results of one recipe. The same recipe can be a row of both tables.
+    """Results of one recipe. A recipe can appear as a row in both tables.
 
     Attributes:
         changes: values of the keys (`section.key`) that differ from the plain recipe.
@@ -119,8 +120,8 @@ def plain_recipe(
     """Return the values of the plain recipe, to which each row adds its changes.
 
     Gradients are not clipped, because all rows must compute the same update. An optimizer that
-    updates parameters during the backward pass can't clip them, because it never has all gradients
-    at once.
+    updates parameters during the backward pass can't clip gradients, because it never has all
+    gradients at the same time.
     """
     return {
         "run": {"device": device},
@@ -144,7 +145,8 @@ def plain_recipe(
 
 def accumulation(micro_batch_size: int) -> dict[str, Any]:
     """Return the recipe keys that split a step of `micro_batch_size` sequences into four
-    micro-batches. If the number is not divisible by four, each micro-batch has one sequence.
+    micro-batches. If `micro_batch_size` is not divisible by four, each micro-batch has one
+    sequence.
     """
     micro = micro_batch_size // 4 if micro_batch_size % 4 == 0 else 1
     return {
@@ -226,7 +228,7 @@ def alone_rows(micro_batch_size: int, seq_len: int, hardware: Hardware) -> list[
 
 def _optimizer_rows() -> list[MethodRow]:
     def other(name: str, **keys: Any) -> dict[str, Any]:
-        # This restores the default value "auto", which the plain recipe replaces with "for-loop".
+        # The plain recipe sets this key to "for-loop". This row restores the default value, "auto".
         chosen = {"name": name, "implementation": "auto", **keys}
         return {f"optimizer.{key}": value for key, value in chosen.items()}
 
@@ -318,8 +320,8 @@ def ladder_rows(
 def changes_up_to(
     ladder: Sequence[MethodRow], rung: int, left_out: Collection[str]
 ) -> dict[str, Any]:
-    """Return the changes of row `rung` of the ladder and of all rows before it, except for the rows
-    in `left_out`."""
+    """Return the changes of a row of the ladder, whose index is `rung`, together with the changes
+    of all rows before it. Rows in `left_out` are omitted."""
     changes: dict[str, Any] = {}
     for row in ladder[: rung + 1]:
         if row.name not in left_out or row is ladder[rung]:
@@ -328,7 +330,7 @@ def changes_up_to(
 
 
 def why_skipped(row: MethodRow, hardware: Hardware, micro_batch_size: int, quick: bool) -> str:
-    """Return the reason why a row is skipped on this machine, or "" if it is measured."""
+    """Return the reason why a row is skipped on this machine. Return "" if the row is measured."""
     if row.not_here:
         return row.not_here
     if row.needs_gpu and hardware.device.type != "cuda":
@@ -352,10 +354,12 @@ def why_skipped(row: MethodRow, hardware: Hardware, micro_batch_size: int, quick
 def summarize(
     rows: Sequence[tuple[MethodRow, MethodOutcome | None]], head: Mapping[str, Any]
 ) -> list[dict[str, Any]]:
-    """Return the medians of a table's rows, and their ratios to the first row.
+    """Return the median results of each row of a table, and the ratios of these results to those of
+    the first row.
 
     Args:
-        rows: rows with their outcomes, or None for a row that does not have an outcome yet.
+        rows: rows with their outcomes. The outcome is None for a row that has not been measured
+            yet.
         head: "seq_len", "micro_batch_size", "flops_per_token" and "machine" of the result.
 
     Returns:
@@ -448,7 +452,8 @@ def draw(result: Mapping[str, Any]) -> bytes:
 
 
 def _panels(title: str, rows: Sequence[Mapping[str, Any]]) -> list[Panel]:
-    """Return panels for speed and memory. The bars of the first row have a different colour."""
+    """Return one panel for speed and one for memory. The bars of the first row have a different
+    colour."""
     names = [row["name"] for row in rows]
     colors = ["tab:orange", *["tab:blue"] * (len(rows) - 1)]
     rates = [row.get("tokens_per_second", 0.0) for row in rows]
@@ -500,7 +505,7 @@ Tables = Mapping[str, Sequence[MethodRow]]
 
 
 def recipe_keys(changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Return only the changes of a row that are changes of recipe keys."""
+    """Return the changes of a row that apply to recipe keys."""
     return {key: value for key, value in changes.items() if key not in (WRITTEN_OUT, PROCESSES)}
 
 
@@ -558,7 +563,7 @@ def bench_methods(bench: MethodsBench, on_run: Keep) -> Result:
 
     Args:
         bench: options of the benchmark.
-        on_run: function that is called with the result so far after each run.
+        on_run: function that is called after each run with the results measured so far.
 
     Returns:
         A dict with the values of `StepsPlan.head` and these keys: "quick", "complete", and "alone"
@@ -608,7 +613,7 @@ def bench_methods(bench: MethodsBench, on_run: Keep) -> Result:
         work = MethodsWork(plain, request, folder / "caches", deadline, server=server)
         runs.measure_all(work, plan.repeats, lambda: on_run(result(False)))
     # The rate is measured again, and the higher value is kept. If the machine was slower at the
-    # start, MFU would otherwise be too high.
+    # start, the first value alone would make MFU too high.
     machine |= max(machine, _ceiling(plan.hardware), key=lambda found: found["matmul_flops"])
     done = result(True)
     on_run(done)
@@ -641,12 +646,12 @@ class MethodsWork:
     Attributes:
         plain: values of the plain recipe, which the rows change.
         request: values of "data", "warmup_steps" and "steps" in all requests to `steps`.
-        caches: cache folder of torch.compile. It is initially empty, so code is compiled in the
+        caches: cache folder of torch.compile. It is empty at the start, so code is compiled in the
             first turn.
         deadline: value of `time.monotonic` after which no measurement is started; None for no
             limit.
-        server: process from which rows are forked if they do not need special environment
-            variables; None to start a new Python process for every row.
+        server: process from which the processes of rows are forked, except for rows that need
+            special environment variables. None to start a new Python process for every row.
     """
 
     plain: Mapping[str, Any]
@@ -693,8 +698,8 @@ class MethodsWork:
 
 
 def child_environment(huge_pages: bool, caches: Path) -> dict[str, str]:
-    """Return the environment variables that `firstlight train` uses, and the variables that set the
-    compiler's cache and huge pages.
+    """Return the environment variables that `firstlight train` uses, and additional variables that
+    set the cache folder of the compiler and the use of huge pages.
 
     Args:
         huge_pages: True to let torch use huge pages for large tensors.
@@ -705,7 +710,7 @@ def child_environment(huge_pages: bool, caches: Path) -> dict[str, str]:
 
 
 class MethodRuns:
-    """Rows of both tables with their outcomes.
+    """The rows of both tables and their outcomes.
 
     Attributes:
         rows: (table, row), keyed by label ("table: name").
@@ -735,7 +740,8 @@ class MethodRuns:
         """Return the labels in the order of measurement.
 
         Rows without compilation are measured before rows with compilation. Within each of these two
-        groups, the ladder comes first. If the time runs out, the last rows are not measured.
+        groups, the rows of the ladder come first. If the time runs out, the remaining rows are not
+        measured.
         """
         ladder = [label for label, (table, _) in self.rows.items() if table == LADDER]
         alone = [label for label in self.rows if label not in ladder]
@@ -752,10 +758,10 @@ class MethodRuns:
         return self.rows[label][1].changes
 
     def _outcome(self, label: str) -> MethodOutcome:
-        """Return the outcome of a row so far.
+        """Return the outcome of a row, which contains the results measured so far.
 
-        The changes of a ladder row are determined when the row is first measured, because the
-        changes of failed rows before it are omitted.
+        The changes of a row of the ladder are determined when the row is first measured. They do
+        not include the changes of earlier rows that failed.
         """
         if label in self.outcomes:
             return self.outcomes[label]

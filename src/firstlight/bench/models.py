@@ -34,8 +34,8 @@ def llama(
     num_key_value_heads: int,
     **more: Any,
 ) -> dict[str, Any]:
-    """Return the `model` section of a recipe for a Llama; `more` adds or replaces keys of the
-    section."""
+    """Return the `model` section of a recipe for a Llama. Keys in `more` are added to the section
+    or replace its keys."""
     return {
         "model_type": "llama",
         "vocab_size": 32768,

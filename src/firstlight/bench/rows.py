@@ -1,12 +1,12 @@
 """Options and rows of the benchmarks. Importing this module does not import torch.
 
-A benchmark defines rows, and a module that measures a row: it receives the row's request and
-returns a JSON object. Each row is measured in a fresh process. If this process fails (out of
-memory, a crash, a timeout), the other rows are not affected, and the row is not retried. Rows take
-turns (A B A B), so that other load on the machine affects all of them.
+A benchmark defines rows and a module that measures a single row. The module receives a request and
+returns a JSON object. Each row is measured in a fresh process. If this process runs out of memory,
+crashes or times out, the other rows are not affected, and the row is not retried. The rows are
+measured in turn (A B A B), so that other load on the machine affects all of them.
 
-In the options classes, the documentation of an attribute is also the help text of the option.
-Default values are in brackets.
+The docstring of an options class also provides the help text of each option. Default values are in
+brackets.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from typing import Any
 from firstlight.console import progress_bar
 from firstlight.errors import ConfigError, nearest
 
-#: Result of a benchmark as a JSON object, and the type of functions that receive the result so far.
+#: Result of a benchmark as a JSON object, and the type of functions that receive the results
+#: measured so far.
 Result = dict[str, Any]
 Keep = Callable[[Result], None]
 
@@ -121,8 +122,8 @@ class RowOutcome:
     """Results of a row.
 
     Attributes:
-        runs: result of the measurement in each turn.
-        problem: reason why a turn does not have a result; "" if there was no such turn.
+        runs: results of the measurements, one for each turn.
+        problem: reason why a turn does not have a result; "" if all turns have a result.
         refused: True if the row can't be measured on this machine, or if no time was left to
             measure it.
     """
@@ -132,7 +133,8 @@ class RowOutcome:
     refused: bool = False
 
     def add(self, found: Found) -> None:
-        """Record the result of a turn, or its error message as the problem."""
+        """Record the result of a turn. If the measurement failed, record its error message as the
+        problem."""
         if "error" in found:
             self.problem = " ".join(str(found["error"]["message"]).split())
             self.refused = found["error"]["type"] in _REFUSALS
@@ -145,7 +147,8 @@ class RowOutcome:
         return bool(self.runs or self.problem)
 
     def values(self, key: str) -> list[float]:
-        """Return the values of a key in all turns; lists of values are concatenated."""
+        """Return the values of a key in the results of all turns. Values that are lists are
+        concatenated."""
         found: list[float] = []
         for run in self.runs:
             if (value := run.get(key)) is not None:
@@ -167,7 +170,7 @@ def take_turns(
     on_turn: Callable[[], None],
     before_turn: Callable[[], None] = lambda: None,
 ) -> None:
-    """Measure all rows, turn after turn, with a progress bar.
+    """Measure all rows in several turns, and show a progress bar.
 
     Args:
         title: name of the benchmark.

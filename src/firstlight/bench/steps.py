@@ -17,9 +17,9 @@ REQUEST is a JSON object:
 
 The measurement consists of these steps:
 
-1. All libraries that the run needs are imported, including torch's compiler and 8-bit libraries,
-   and the recipe's open keys are resolved. Then the resident memory of the process is recorded, and
-   the kernel's counter of peak memory is reset.
+1. All libraries that the run needs are imported, including torch's compiler and 8-bit libraries.
+   The open keys of the recipe are resolved. Then the resident memory of the process is recorded,
+   and the kernel's counter of peak memory is reset.
 2. Model, optimizer and loss function are created as in `firstlight train`.
 3. The warm-up steps run, in which memory is allocated and code is compiled. `first_step_seconds` is
    the duration of the first one.
@@ -40,11 +40,11 @@ over all processes, and losses are means over the sequences of all processes.
 
 The result also contains `chosen`, the resolved values of the recipe keys that can be left open.
 
-The training data is the source code of Python's standard library, because it is real text that is
-available on every machine. Each word, run of whitespace or punctuation mark is a token. The id of a
-token is its CRC-32 modulo (vocabulary size - 1). This does not require a tokenizer. For any
-vocabulary size, ids from the entire vocabulary occur, with frequencies like those of words. A new
-document begins at each line that starts a function, method or class.
+The training data is the source code of Python's standard library, which is real text and available
+on every machine. Each word, run of whitespace or punctuation mark is a token. The id of a token is
+its CRC-32 modulo (vocabulary size - 1). This does not require a tokenizer. For any vocabulary size,
+ids from the entire vocabulary occur, with frequencies like those of words. A new document begins at
+each line that starts a function, method or class.
 """
 
 from __future__ import annotations
@@ -98,8 +98,8 @@ EPOCH_TOKENS = 10**9
 
 @dataclass(frozen=True)
 class StepsPlan:
-    """Options of a `StepsBench` after default values have been filled in. `name` is the value of
-    the option `model`."""
+    """The options of a `StepsBench`, with default values filled in. `name` is the value of the
+    option `model`."""
 
     name: str
     model: ModelConfig
@@ -110,7 +110,7 @@ class StepsPlan:
     repeats: int
 
     def head(self, warmup_steps: int) -> dict[str, Any]:
-        """Return the part of a benchmark result that is known before any measurement."""
+        """Return the values of a benchmark result that are known before anything is measured."""
         model = meta_model(self.model)
         return {
             "model": self.name,
@@ -160,8 +160,8 @@ def steps_title(result: Mapping[str, Any]) -> str:
 
 
 class StepClock:
-    """Clock that measures the duration of each step. At the start and at the end of a step, it
-    waits for the device to finish all work.
+    """A clock that measures the duration of each step. At the start and at the end of a step, it
+    waits until the device has finished all work.
 
     Attributes:
         seconds: wall-clock seconds of each step so far.
@@ -222,8 +222,8 @@ def read_recipe(request: Mapping[str, Any]) -> Recipe:
 
 
 def import_libraries(recipe: Recipe, more: Sequence[str] = ()) -> None:
-    """Import the libraries that would otherwise be imported during the run, so that the measurement
-    does not include their memory.
+    """Import the libraries that would otherwise be imported during the run. Their memory is then
+    not part of the measurement.
 
     Missing libraries are ignored here, because the code that needs them raises a better error.
 
@@ -254,7 +254,8 @@ def use_threads(
 
 
 def resolved(recipe: Recipe, hardware: Hardware) -> ResolvedRecipe:
-    """Return the recipe with its open keys resolved as for a run on `EPOCH_TOKENS` tokens."""
+    """Return the recipe with its open keys resolved. An epoch is assumed to have `EPOCH_TOKENS`
+    tokens."""
     if isinstance(recipe, ResolvedRecipe):
         return recipe
     facts = facts_here(
@@ -404,7 +405,7 @@ def _documents() -> Iterator[str]:
 
 
 class Tokens:
-    """Rows of training data from a file written by `write_tokens`.
+    """Training data from a file written by `write_tokens`, divided into rows of equal length.
 
     Attributes:
         tokens: int64 [tokens].
@@ -424,8 +425,9 @@ class Tokens:
         Args:
             first: index of the first row.
             rows: number of rows.
-            documents: True to include `document_ids` for masking. The token that ends a document is
-                the first input token of the next document, so that no label is masked.
+            documents: True to include `document_ids`, which are used to mask attention between
+                documents. The token that ends a document is treated as the first input token of the
+                next document, so that no label is masked.
 
         Returns:
             `input_ids` and `labels` int64 [rows, seq_len]; `document_ids` int32 [rows, seq_len] or
@@ -477,9 +479,9 @@ class WrittenOutMLP(GPT2MLP):
 def _attend_with(
     stored: Tensor, q_BHTD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, options: AttentionOptions
 ) -> Tensor:
-    """Compute `plain_attention` with a stored mask, fp32 [context, context]. The mask is 1 where
-    the query of a row must not attend to the key of a column. A mask in `options` takes
-    precedence."""
+    """Compute `plain_attention` with a stored mask, fp32 [context, context]. Rows of the mask
+    correspond to queries, and columns to keys. An element is 1 if the query must not attend to the
+    key. If `options` contains a mask, that mask is used instead."""
     if options.mask is None:
         mask = ~stored.bool()[: q_BHTD.shape[-2], : k_BKSD.shape[-2]]
         options = options._replace(mask=mask)

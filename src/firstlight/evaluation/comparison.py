@@ -1,10 +1,10 @@
 """Compare two models on the same text, tasks and prompts.
 
-Both models read the same rows of text. A row consists of consecutive bytes and fits into the
-contexts of both models. It is divided into segments, the shortest pieces that begin and end at a
-token boundary of both tokenizers. If the tokenizers are the same, each segment is a single token
-(or all tokens of a single character). The loss of a segment is exact for both models, so all sums
-are compared in bits per byte.
+Both models read the same rows of text. A row is a sequence of consecutive bytes that fits into the
+contexts of both models. It is divided into segments. A segment extends from one position that is a
+token boundary for both tokenizers to the next such position. If the tokenizers are the same, each
+segment is a single token (or all tokens of a single character). The loss of a segment is exact for
+both models, so all sums are compared in bits per byte.
 
 The standard error of a difference is paired, because both models find the same documents hard: it
 is computed from the differences for individual documents (or for individual rows, if there are only
@@ -67,17 +67,17 @@ from firstlight.tokenizer import Tokenizer
 #: Minimum number of documents in a text for computing standard errors over documents instead of
 #: rows.
 _MANY_DOCUMENTS = 30
-#: Maximum length of a passage in characters, and minimum length at which it ends at the next line
-#: break.
+#: Maximum length of a passage, and minimum length after which a passage ends at the next line
+#: break. Both are in characters.
 _PASSAGE, _SHORT_PASSAGE = 320, 160
 
 
 @dataclass(frozen=True)
 class ComparedValue:
-    """Bits per byte of a text, or the score of a task, for both models.
+    """The bits per byte on a text, or the score on a task, for both models.
 
     Attributes:
-        name: name of the text, or of the task and its metric.
+        name: name of the text, or names of the task and its metric.
         before, after: values of the two models, each with its own standard error.
         difference: `after` minus `before`, with its paired standard error. The error is None if it
             can't be computed, because there is only one unit or the score is not a mean over items.
@@ -96,7 +96,7 @@ class ComparedValue:
     bytes: int | None = None
 
     def cells(self) -> list[str]:
-        """Return a row of a table: name, before, after, difference, units."""
+        """Return the cells of a table row: name, before, after, difference, units."""
         own = self.before, self.after, self.difference
         before, after, difference = (with_error(one.value, one.stderr) for one in own)
         return [
@@ -110,14 +110,16 @@ class ComparedValue:
 
 @dataclass(frozen=True)
 class Segment:
-    """A shortest piece of text that begins and ends at a token boundary of both tokenizers.
+    """A piece of text between two neighbouring positions that are token boundaries for both
+    tokenizers.
 
     Attributes:
-        text: the piece.
-        before, after: loss of each model on the piece, in bits.
-        marked: True for the segments that contribute most to the difference of their passage. They
-            are the smallest set of segments that together make up half of all bits by which
-            segments of the passage got worse (or better).
+        text: text of the segment.
+        before, after: loss of each model on the segment, in bits.
+        marked: True if the segment is one of the main contributors to the difference between the
+            models in its passage. These are the segments with the largest increases in loss (or
+            decreases, for a passage that got better). Together, they account for at least half of
+            the total increase (or decrease) in the passage.
     """
 
     text: str
@@ -145,11 +147,11 @@ class Passage:
 
 @dataclass(frozen=True)
 class ComparedAnswer:
-    """The answers of both models to a prompt.
+    """The responses of both models to a prompt.
 
     Attributes:
         prompt: the prompt.
-        before, after: the answers.
+        before, after: responses of the first and the second model.
     """
 
     prompt: str
@@ -163,11 +165,11 @@ class ModelComparison:
 
     Attributes:
         before, after: names of the models.
-        same_tokenizer: True if both models encode every text as the same tokens.
+        same_tokenizer: True if both models encode text as the same tokens.
         texts: bits per byte on each text.
         total: bits per byte on all texts together; None if there are no texts.
-        worse, better: passages on which the loss of the second model is higher than that of the
-            first by the largest amounts, and passages on which it is lower by the largest amounts.
+        worse, better: passages with the largest increases and with the largest decreases in loss
+            from the first to the second model.
         tasks: scores of each task.
         answers: answers to each prompt.
     """
@@ -185,7 +187,7 @@ class ModelComparison:
 
 @dataclass(frozen=True)
 class Row:
-    """Consecutive segments of a document that both models read as one row.
+    """A row, which consists of consecutive segments of a document.
 
     Attributes:
         document: zero-based number of the document in its text.
@@ -236,7 +238,7 @@ def compare(
         before, after: the models, specified as for `firstlight.evaluate`. They can have different
             tokenizers.
         texts: inputs as for `firstlight.prepare`, or prepared folders, whose validation split is
-            used. Each entry is evaluated as one text.
+            used. The documents of an entry are evaluated together as one text.
         tasks, items, task_folder, chat_template: see `firstlight.evaluate_tasks`.
         prompts: messages to answer, rendered with each model's chat template. A model without a
             template continues them. Decoding is greedy.
@@ -244,18 +246,19 @@ def compare(
         seed: random seed of the sample.
         seq_len: maximum number of tokens per row. None uses, for each model, the value from its
             training or, if that is unknown, its context length up to a maximum of 1,024.
-        passages: maximum number of passages to return that got worse, and of passages that got
-            better.
+        passages: maximum number of passages to return on which the loss increased, and maximum
+            number on which it decreased.
         max_new_tokens: maximum number of tokens per answer.
-        batch_size: number of rows, or of texts of a task, per forward pass; None uses 4 rows and 32
-            texts.
+        batch_size: number of sequences per forward pass; None uses 4 for rows of text and 32 for
+            tasks.
         device: "auto", "cpu", "cuda", ...; a model that is already loaded stays on its device.
-        on_progress: function that is called after each batch with the number of completed rows (or
-            texts of a task) and the total number.
+        on_progress: function that is called after each batch with the number of completed sequences
+            and the total number of sequences.
 
     Raises:
         ConfigError: an argument is invalid, or there is nothing to compare the models on.
-        InputError, DataError: a text is missing or damaged, or a model can't encode it.
+        InputError, DataError: an input is missing or damaged, or contains text that a model can't
+            encode.
         MissingDependencyError: see `firstlight.evaluate_tasks`.
         ModelError, CheckpointError: a model is unusable.
     """
@@ -322,7 +325,7 @@ def _listed(values: Any) -> list[Any]:
 
 
 def _held_out(models: Collection[LoadedModel]) -> list[str]:
-    """Return the prepared folders that the models were trained on and that contain validation text.
+    """Return those prepared folders on which the models were trained that contain validation text.
 
     Raises:
         ConfigError: there is no such folder.
@@ -423,8 +426,8 @@ def rows_of(
 
 
 def _row_edges(counts: Sequence[Sequence[int]], limits: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Yield (first boundary, last boundary) of each row. A row contains as many segments as fit,
-    but at least one.
+    """Yield the index of the first and of the last segment boundary of each row. A row contains as
+    many segments as fit into the limits, but at least one.
 
     Args:
         counts: for each model, the number of tokens before each segment boundary.
@@ -442,8 +445,9 @@ def _row_edges(counts: Sequence[Sequence[int]], limits: Sequence[int]) -> Iterat
 
 
 def _encoder(tokenizer: Tokenizer) -> Tokenizer:
-    """Return a copy of a tokenizer that includes the spaces of each token in its offsets. GPT-2's
-    post-processor, which is otherwise only needed to add special tokens, excludes them.
+    """Return a copy of a tokenizer whose token offsets include leading spaces. GPT-2's
+    post-processor excludes these spaces from the offsets. It is otherwise only needed to add
+    special tokens.
     """
     backend = tokenizers.Tokenizer.from_str(tokenizer.backend.to_str())
     backend.post_processor = None
@@ -472,7 +476,7 @@ def _token_ends(tokenizer: Tokenizer, encoding: tokenizers.Encoding, text: str) 
             ends[reached] = count
     if text[reached:].strip():
         raise InputError(f"its tokenizer has no token for {text[reached:].strip()[:20]!r}")
-    # Tokenizers may drop spaces at the end of a text.
+    # Tokenizers may drop spaces at the end of a string.
     return {end: n for end, n in ends.items() if end < reached} | {len(text): len(encoding.ids)}
 
 
@@ -489,8 +493,7 @@ def score_rows(
 
     Args:
         loaded: the model.
-        rows: the rows, for which the losses of all preceding models must already have been
-            computed.
+        rows: the rows. If there are earlier models, their losses must already have been computed.
         batch_size: number of rows per forward pass.
         on_progress: see `compare`.
 
@@ -522,11 +525,11 @@ def score_rows(
 
 
 def compare_rows(name: str, rows: Mapping[str, Sequence[Row]]) -> ComparedValue:
-    """Compare the bits per byte of both models on one text or on several texts together.
+    """Compare the bits per byte of both models, on one text or on all texts together.
 
     Args:
         name: name of the result.
-        rows: rows of each text, after `score_rows`.
+        rows: rows of each text, for which `score_rows` has computed the losses.
     """
     units: dict[tuple[str, int], list[Row]] = {}
     unit = "documents"
@@ -539,7 +542,7 @@ def compare_rows(name: str, rows: Mapping[str, Sequence[Row]]) -> ComparedValue:
     sizes = [len("".join(s for row in own for s in row.segments).encode()) for own in several]
 
     def ratio(bits_of: Callable[[Row], npt.NDArray[np.float64]]) -> Metric:
-        # Use bits in place of the loss and bytes in place of tokens.
+        # `RowLoss` is used with bits in place of the loss, and with bytes in place of tokens.
         bits = [math.fsum(itertools.chain(*map(bits_of, own))) for own in several]
         losses = list(map(RowLoss, range(len(sizes)), bits, sizes))
         error = standard_error(losses, math.inf) if len(losses) > 1 else None
@@ -566,7 +569,8 @@ def passages_of(rows: Mapping[str, Sequence[Row]], count: int, *, sign: int) -> 
             for part in _parts(row.segments):
                 if (total := sign * float(row.difference[part].sum())) > 0:
                     found.append((total, text, row, part))
-        # Keep only the largest differences, because a text may have millions of passages.
+        # Keep only the passages with the largest differences, because there may be millions of
+        # passages.
         found = sorted(found, key=lambda one: -one[0])[:count]
     return [
         Passage(text, row.document + 1, sign * total, _marked(row, part, sign))
@@ -575,7 +579,7 @@ def passages_of(rows: Mapping[str, Sequence[Row]], count: int, *, sign: int) -> 
 
 
 def _parts(segments: Sequence[str]) -> Iterator[slice]:
-    """Divide a row into passages, which end at a line break if possible."""
+    """Divide a row into passages. If possible, passages end at line breaks."""
     start, length = 0, 0
     for index, segment in enumerate(segments, start=1):
         length += len(segment)
@@ -589,7 +593,8 @@ def _marked(row: Row, part: slice, sign: int) -> tuple[Segment, ...]:
     """Return the segments of a passage, with `Segment.marked` set."""
     share = np.maximum(sign * row.difference[part], 0.0)
     order = np.argsort(-share, kind="stable")
-    # Mark segments in order of their share, until the marked ones make up half of the total.
+    # Mark segments in descending order of their contribution, until the marked segments make up
+    # half of the total.
     earlier = np.cumsum(share[order]) - share[order]
     marked = set(order[(earlier < share.sum() / 2) & (share[order] > 0)].tolist())
     before, after = (own[part].tolist() for own in row.bits)
@@ -626,7 +631,7 @@ def compare_scores(
 
 
 def _answers(loaded: LoadedModel, prompts: Sequence[str], settings: SamplingConfig) -> list[str]:
-    """Return the answers of a model to prompts, as described in `compare`."""
+    """Return a model's responses to prompts, generated as described in `compare`."""
     decoder = ConversationDecoder(loaded.model)
     own = with_model_settings(settings, loaded, ["temperature"])
     return [

@@ -1,6 +1,6 @@
-"""Evaluate loss, perplexity and bits per byte on a split of prepared data or a sample of its rows,
-and the loss by token position. By default, a model is evaluated with the data and options with
-which it was trained.
+"""Evaluate the loss, perplexity and bits per byte of a model on a split of prepared data or on a
+sample of its rows, and its loss by token position. By default, a model is evaluated with the data
+and options with which it was trained.
 """
 
 from __future__ import annotations
@@ -169,7 +169,7 @@ def options_of_training(
 
 
 def row_length(loaded: LoadedModel, seq_len: int | None) -> int:
-    """Return the number of tokens per row. `seq_len` is that of `options_of_training`."""
+    """Return the number of tokens per row. `seq_len` is the argument of `options_of_training`."""
     limit = loaded.model.config.max_position_embeddings
     return seq_len or training_data(loaded).get("seq_len") or min(limit, 1024)
 
@@ -188,7 +188,7 @@ def require_context(loaded: LoadedModel, seq_len: int) -> None:
 
 
 def require_finite(loaded: LoadedModel, *, finite: bool) -> None:
-    """Raise an error unless the model's losses are finite.
+    """Raise an error if the losses of the model are not finite.
 
     Raises:
         ModelError: `finite` is False.
@@ -233,7 +233,7 @@ def evaluated_folder(
 
 
 def require_same_tokenizer(loaded: LoadedModel, dataset: TokenDataset) -> None:
-    """Raise an error if the data was prepared with a different tokenizer than that of the model.
+    """Raise an error if the data was not prepared with the tokenizer of the model.
 
     Raises:
         ModelError: the model has no tokenizer.
@@ -322,7 +322,7 @@ def losses_of_rows(
         options: see `RowOptions`.
 
     Returns:
-        The loss of each row, or of each batch if `loss_sum` returns one sum per batch.
+        The loss of each row. If `loss_sum` returns one sum per batch, the loss of each batch.
     """
     seq_len = options["seq_len"]
     batch_size = options["batch_size"]
@@ -427,7 +427,8 @@ def _shared_losses(
     processes: int,
     options: RowOptions,
 ) -> list[RowLoss]:
-    """Evaluate each row in one of the processes. Return the losses of all rows in every process."""
+    """Divide the rows among the processes and evaluate them. In every process, return the losses of
+    all rows."""
     own, extra = _own_batches(rows, options["batch_size"], rank, processes)
     losses = losses_of_rows(loss_sum, dataset, own, **options)
     if extra:
@@ -441,10 +442,10 @@ def _shared_losses(
 def _own_batches(
     rows: list[int], batch_size: int, rank: int, processes: int
 ) -> tuple[list[int], list[int]]:
-    """Return (rows that this rank evaluates, rows of an additional batch whose losses are not
-    counted). The additional batch is [] unless other ranks have one more batch than this rank. All
-    ranks must run the same number of forward passes, because the ranks gather the layers of a
-    sharded model together.
+    """Return the rows that this rank evaluates, and the rows of an additional batch whose losses
+    are not counted. All ranks must run the same number of forward passes, because they gather the
+    layers of a sharded model together. The additional batch is [] unless other ranks have one more
+    batch than this rank.
     """
     batches = [rows[start : start + batch_size] for start in range(0, len(rows), batch_size)]
     own = batches[rank::processes]
@@ -519,18 +520,18 @@ def evaluate(
     return result
 
 
-#: Number of position ranges for which a loss is computed.
+#: Number of ranges into which the positions are divided.
 _STRETCHES = 16
 
 
 @dataclass(frozen=True)
 class PositionLoss:
-    """Loss of the tokens at a range of positions.
+    """The mean loss of the tokens in a range of positions.
 
     Attributes:
-        first, last: first and last positions of the range. The position of a prediction is the
-            zero-based position of its input token in the row or, with document masking, in the
-            document.
+        first, last: first and last position of the range. The position of a prediction is the
+            zero-based position of its input token in the row. With document masking, it is the
+            position in the document.
         tokens: number of predicted tokens.
         loss: mean cross-entropy in nats per token.
         perplexity: exp(loss).
@@ -611,8 +612,8 @@ def evaluate_by_position(
 def _sums_by_position(
     model: Model, input_ids: Tensor, labels: Tensor, document_ids: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return, for each position, the summed loss, fp64 [T], and the number of predicted tokens,
-    int64 [T]. Both tensors are on the CPU.
+    """Return two tensors on the CPU with one value per position: the summed loss, fp64 [T], and the
+    number of predicted tokens, int64 [T].
 
     Args:
         model: the model.
@@ -630,8 +631,8 @@ def _sums_by_position(
 
 
 def _stretches(sums: Tensor, counts: Tensor) -> list[PositionLoss]:
-    """Return the losses of position ranges of nearly equal length, computed from the results of
-    `_sums_by_position`, each [T].
+    """Divide the positions into ranges of nearly equal length, and return the loss of each range.
+    The sums are the results of `_sums_by_position`, each [T].
     """
     number = min(_STRETCHES, len(sums))
     edges = [len(sums) * i // number for i in range(number + 1)]

@@ -105,7 +105,7 @@ def encode_choices(
 
     Args:
         tokenizer: the model's tokenizer.
-        context: non-empty text.
+        context: non-empty string.
         continuations: strings, including their leading spaces.
     """
     stripped = context.rstrip()
@@ -153,18 +153,19 @@ def likelihoods(
     return [results[number] for number in range(len(pairs))]
 
 
-#: A batch of contexts with the same length, each with the indices of the pairs that contain it.
+#: A batch of contexts with the same length. Each context is accompanied by the indices of the pairs
+#: that contain it.
 _Batch = list[tuple[tuple[int, ...], list[int]]]
 
 
 def _batches(pairs: Sequence[TokenPair], limit: int, batch_size: int) -> Iterator[_Batch]:
-    """Group pairs into batches. The longest contexts come first, so that an out-of-memory error
-    occurs early."""
+    """Group pairs of a context and a continuation into batches. The longest contexts come first, so
+    that an out-of-memory error occurs early."""
     by_context: dict[tuple[int, ...], list[int]] = {}
     for number, pair in enumerate(pairs):
         assert pair.context
         assert 0 < len(pair.continuation) <= limit
-        # The last token is only predicted and is not an input, so it does not take a position.
+        # The last token is predicted but is not an input, so it does not need a position.
         room = limit + 1 - len(pair.continuation)
         by_context.setdefault(pair.context[-room:], []).append(number)
     batch: _Batch = []
@@ -179,7 +180,7 @@ def _batches(pairs: Sequence[TokenPair], limit: int, batch_size: int) -> Iterato
 
 
 def _score(model: Model, pairs: Sequence[TokenPair], batch: _Batch) -> dict[int, Likelihood]:
-    """Return the likelihoods of the pairs in a batch, keyed by the index of each pair."""
+    """Return the likelihoods of the continuations in a batch, keyed by the indices of the pairs."""
     parameter = next(model.parameters())
     device = parameter.device
     numbers = [number for _, others in batch for number in others]
@@ -222,18 +223,18 @@ def _padded(rows: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor
     return torch.tensor(ids, device=device), torch.arange(longest, device=device) < lengths[:, None]
 
 
-#: Function that is called with the number of scored texts and the total number of texts. It may
-#: raise an error.
+#: Function that is called with the number of scored sequences and the total number of sequences. It
+#: may raise an error.
 Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True)
 class Metric:
-    """A metric computed over the items of a task.
+    """The value of a metric, computed over the items of a task.
 
     Attributes:
         value: value of the metric.
-        stderr: standard error of the value, or None.
+        stderr: standard error of the value; None if it is not available.
     """
 
     value: float
@@ -247,10 +248,10 @@ class TaskResult:
     Attributes:
         task: name of the task.
         metrics: metrics, keyed by name, such as `acc`.
-        items: number of scored items, or None for a task group.
+        items: number of scored items; None for a group of tasks.
         chat_template: True if the items were rendered with the model's chat template.
-        item_scores: scores of the individual items, keyed by metric, for metrics that have one
-            number per item.
+        item_scores: scores of the individual items, keyed by the name of the metric. It contains
+            only metrics that have one number per item.
     """
 
     task: str
@@ -290,7 +291,7 @@ class Task(Protocol):
 
         Args:
             loaded: a model with the tokenizer and context length for which the task was prepared.
-            batch_size: number of texts per forward pass, which affects only the speed.
+            batch_size: number of sequences per forward pass, which affects only the speed.
             on_texts: called after each batch.
 
         Raises:
@@ -317,7 +318,7 @@ def sampled_rows(total: int, count: int, seed: int) -> list[int]:
     """Draw `count` of `total` rows at random without replacement, and return their indices in
     ascending order. If `count` is at least `total`, return the indices of all rows.
 
-    With the same seed, a smaller sample is a subset of a larger one.
+    With the same seed, a smaller sample is a subset of a larger sample.
     """
     return sorted(shuffled_index(i, total, seed, 0) for i in range(min(count, total)))
 
@@ -354,9 +355,9 @@ def standard_error(rows: Sequence[RowLoss], total_rows: float) -> float:
 
 
 def mean_and_error(values: Sequence[float]) -> tuple[float, float | None]:
-    """Return the mean of equally weighted values, and its standard error. The latter is the sample
-    standard deviation divided by the square root of the number of values, or None for a single
-    value.
+    """Return the mean of equally weighted values, and its standard error. The standard error is the
+    sample standard deviation divided by the square root of the number of values. For a single
+    value, it is None.
     """
     n = len(values)
     mean = math.fsum(values) / n

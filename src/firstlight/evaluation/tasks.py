@@ -2,8 +2,8 @@
 score a model on them.
 
 HellaSwag (Zellers et al. 2019) is implemented in this module, which reads the items and determines
-which of the endings of an item a model chooses. All other tasks are part of lm-evaluation-harness
-(Gao et al. 2024), which reads the items, formats the prompts and computes the metrics. For these
+which ending of each item a model chooses. All other tasks are part of lm-evaluation-harness (Gao et
+al. 2024). The harness reads the items, formats the prompts and computes the metrics. For these
 tasks, this module implements the harness's interface for models, which computes log-likelihoods and
 generates continuations. Text is encoded in the same way as in the harness's transformers backend
 (`HFLM`).
@@ -133,7 +133,8 @@ def ready_tasks(
 
 
 def _names(text: str) -> tuple[str, list[str]]:
-    """Return the kind of a task (`HELLASWAG` or `HARNESS`) and the names of its results."""
+    """Return the kind of a task (`HELLASWAG` or `HARNESS`) and the names under which its results
+    are reported."""
     if text.startswith(HARNESS):
         names = [name.strip() for name in text.removeprefix(HARNESS).split(",")]
         if not all(names):
@@ -179,11 +180,11 @@ def evaluate_tasks(
         tasks: names of the tasks (see `ready_tasks`); a single string is also accepted.
         items: number of items per task; see `ready_tasks`.
         task_folder: folder with additional tasks; see `ready_tasks`.
-        batch_size: number of texts per forward pass, which affects only the speed.
+        batch_size: number of sequences per forward pass, which affects only the speed.
         device: "auto", "cpu", "cuda", ...; a model that is already loaded stays on its device.
         chat_template: see `ready_tasks`.
-        on_texts: function that is called after each batch with the number of scored texts and the
-            total number of texts in the current task.
+        on_texts: function that is called after each batch with the number of scored sequences and
+            the total number of sequences in the current task.
 
     Returns:
         The results, in the order of the tasks.
@@ -325,7 +326,7 @@ def _text(row: Mapping[str, Any], name: str) -> str:
 
 
 def _is_unicode(text: str) -> bool:
-    """Return True if a string does not contain lone surrogates, which may occur in JSON as escape
+    """Return True if a string does not contain lone surrogates. In JSON, they can occur as escape
     sequences.
     """
     return not any("\ud800" <= c <= "\udfff" for c in text)
@@ -345,8 +346,8 @@ class Item:
     """A context with several possible endings, one of which is correct.
 
     Attributes:
-        context: the text before the ending, which is not empty.
-        choices: the endings, without a leading space. None of them is empty.
+        context: the text before the ending; not an empty string.
+        choices: the endings, without a leading space. No ending is an empty string.
         gold: index of the correct ending.
     """
 
@@ -373,8 +374,8 @@ class Answer:
 def encode_items(
     items: Sequence[Item], tokenizer: Tokenizer, context_tokens: int, where: str
 ) -> list[TokenPair]:
-    """Encode the endings of all items with their contexts. The result is in the order of the items
-    and endings.
+    """Encode the endings of all items together with their contexts. The pairs are returned in the
+    order of the items, and for each item in the order of its endings.
 
     Args:
         items: the items.
@@ -428,9 +429,9 @@ def answer_items(
 
 def _answer(item: Item, logprobs: tuple[float, ...]) -> Answer:
     """Compare the model's choice with the correct ending. The choice is the ending with the highest
-    log-probability, or the first of them if several are equal, as in numpy's argmax. For acc_norm,
-    log-probabilities are first divided by the number of characters in the ending, as in
-    lm-evaluation-harness.
+    log-probability. If several endings have the same log-probability, the first of them is chosen,
+    as in numpy's argmax. For acc_norm, log-probabilities are first divided by the number of
+    characters in the ending, as in lm-evaluation-harness.
     """
     per_character = [p / len(c) for p, c in zip(logprobs, item.choices, strict=True)]
     return Answer(
@@ -449,8 +450,8 @@ def item_scores(answers: Sequence[Answer]) -> dict[str, list[float]]:
 
 
 def accuracies(answers: Sequence[Answer]) -> dict[str, Metric]:
-    """Return the metrics `acc` and `acc_norm`, each of which is a fraction of correctly answered
-    items.
+    """Return the metrics `acc` and `acc_norm`. Each is the fraction of items that were answered
+    correctly.
     """
     return {name: Metric(*mean_and_error(scores)) for name, scores in item_scores(answers).items()}
 
@@ -467,7 +468,7 @@ _BOOTSTRAP_ITERATIONS = 1_000
 
 @dataclass(frozen=True)
 class HarnessTasks:
-    """Tasks loaded by lm-evaluation-harness. Implements `scores.Task`.
+    """Tasks that lm-evaluation-harness has loaded. This class implements `scores.Task`.
 
     Attributes:
         loaded_tasks: result of the harness's `TaskManager.load`.
@@ -517,8 +518,8 @@ class HarnessTasks:
 
 def _with_chat_template(harness: HarnessTasks, wanted: bool | None) -> HarnessTasks:
     """Decide which tasks use the chat template (see `ready_tasks`), and show messages that list the
-    tasks with and without it. Return a copy of `harness` in which the template is enabled for the
-    former.
+    tasks with and without the template. Return a copy of `harness` in which the template is enabled
+    for the tasks that use it.
     """
     applied = set()
     for name, task in harness.loaded_tasks["tasks"].items():
@@ -670,8 +671,8 @@ _SAMPLING = {"top_k", "top_p", "min_p", "repetition_penalty"}
 
 
 class _HarnessMethods:
-    """Implementation of the harness's interface `lm_eval.api.model.LM`, which documents the
-    methods.
+    """Implementation of the harness's interface `lm_eval.api.model.LM`. The methods are documented
+    in that class.
     """
 
     def __init__(self, loaded: LoadedModel, batch_size: int, on_texts: Progress | None) -> None:
@@ -713,7 +714,7 @@ class _HarnessMethods:
     ) -> str:
         render = partial(self._tokenizer.apply_chat_template, add_generation_prompt=True)
         begun = ""
-        if not add_generation_prompt:  # the last message is the beginning of the answer
+        if not add_generation_prompt:  # the last message is the beginning of the response
             *chat_history, last = chat_history
             begun = last["content"]
         try:
@@ -790,8 +791,8 @@ class _HarnessMethods:
         ]
 
     def _text_of(self, context: str, options: Mapping[str, Any], *, number: int) -> Continuation:
-        """Return (prompt of a request, sampling settings). If the prompt and the new tokens do not
-        fit into the model's context, the prompt is truncated from the left.
+        """Return the prompt and the sampling settings of a request. If the prompt and the new
+        tokens do not fit into the model's context, the prompt is truncated from the left.
         """
         config = sampling_of(options, number)
         room = self._limit - config.max_new_tokens
@@ -811,10 +812,10 @@ def harness_model(
 
     Args:
         loaded: a model with a tokenizer.
-        batch_size: number of texts per forward pass.
-        on_texts: function that is called after each batch with the number of completed texts and
-            the total number of texts.
-        chats: True to also end answers at the token that ends a turn in the chat template.
+        batch_size: number of sequences per forward pass.
+        on_texts: function that is called after each batch with the number of completed sequences
+            and the total number of sequences.
+        chats: True to also end generation at the token that ends a turn in the chat template.
 
     Raises:
         ModelError: the model has no tokenizer.
@@ -824,8 +825,8 @@ def harness_model(
     from lm_eval.api.model import TemplateLM
 
     class FirstlightLM(_HarnessMethods, TemplateLM):  # type: ignore[misc]
-        """A model for the harness, whose methods are those of `_HarnessMethods`. The class is
-        defined inside the function because its base class belongs to an optional package.
+        """A model for the harness. Its methods are inherited from `_HarnessMethods`. The class is
+        defined inside the function because its other base class belongs to an optional package.
         """
 
     return FirstlightLM(loaded, batch_size, on_texts)
@@ -861,7 +862,7 @@ def sampling_of(options: Mapping[str, Any], number: int) -> SamplingConfig:
 
 
 def before_stops(text: str, stops: Sequence[str]) -> str:
-    """Return the part of a string before the first occurrence of any stop string."""
+    """Truncate a string before the first occurrence of a stop string."""
     for stop in stops:
         text = text.partition(stop)[0]
     return text

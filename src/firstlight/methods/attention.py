@@ -111,7 +111,7 @@ def takes_blockwise(model: ModelConfig, dtype: torch.dtype, seq_len: int) -> boo
 
 def able_backends(model: ModelConfig) -> tuple[str, ...] | None:
     """Return the backends that support the attention layers of a model. Return None if all backends
-    support them. Only settings that are the same in all layers are checked."""
+    support them. The settings on which this depends are the same in all layers."""
     spec = model.attention_spec(0)
     if spec.sinks:
         return ("blockwise", "plain", "flex")

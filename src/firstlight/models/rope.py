@@ -45,7 +45,8 @@ class YarnRope(Section):
     Frequencies of pairs that complete fewer than `beta_slow` rotations in the original context are
     divided by `factor`. Frequencies of pairs that complete more than `beta_fast` rotations are not
     changed. For all other pairs, the result is interpolated between the divided and the unchanged
-    frequency. With `truncate`, the bounds of this range are rounded to whole dimensions.
+    frequency. With `truncate`, the bounds of the interpolated range are rounded to whole
+    dimensions.
 
     cos and sin are multiplied by `attention_factor`. If it is null, they are multiplied by m(1),
     where m(s) = 0.1 s ln(factor) + 1, or by m(`mscale`) / m(`mscale_all_dim`) if both of these keys
