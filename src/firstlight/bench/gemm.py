@@ -20,8 +20,9 @@ products per step:
 
 GPT-2's Conv1D stores W as [in, out], so its products are x @ W "nn", g @ W.T "nt" and x.T @ g "tn".
 
-The module defines, in this order: the products, the measurement of a single product, additional
-measurements on a CPU, the benchmark run, the summary of the results, and the picture.
+The module first defines the products and the measurement of a single product. Additional
+measurements on a CPU follow. The benchmark run, the summary of its results and the picture come
+last.
 """
 
 from __future__ import annotations
@@ -339,8 +340,8 @@ Operands = tuple[Tensor, Tensor, Tensor]
 
 @contextlib.contextmanager
 def fp32_products(name: str) -> Iterator[None]:
-    """Context manager in which fp32 products are computed in full precision, or in TF32 if `name`
-    is "tf32". torch's global setting is restored on exit.
+    """Context manager that selects the precision of fp32 products: TF32 if `name` is "tf32", and
+    otherwise full precision. torch's global setting is restored on exit.
     """
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("high" if name == "tf32" else "highest")
@@ -449,8 +450,8 @@ _WAVE_REPEATS = 15
 
 
 def cache_sizes(folder: Path = CACHE_FOLDER) -> dict[str, int]:
-    """Return the size of each data cache in bytes, such as {"L1": 32768}, or an empty dict if the
-    system does not list any caches.
+    """Return the size of each data cache in bytes, such as {"L1": 32768}. If the system does not
+    list any caches, return an empty dict.
     """
     found = {}
     for index in sorted(folder.glob("index*")):
@@ -785,8 +786,9 @@ class GemmRun:
         other.
 
         Returns:
-            The operands, keyed by dtype; and pairs (number of repetitions, seconds per product),
-            keyed by (index of the product, dtype) in the order of measurement.
+            Two dicts. The first contains the operands, keyed by dtype. The second contains pairs
+            (number of repetitions, seconds per product), keyed by (index of the product, dtype) in
+            the order of measurement.
         """
         device, names = self.hardware.device, self.dtypes
         flops = sum(product.flops for product in self.products)
@@ -903,9 +905,9 @@ def step_times(
     number of tokens.
 
     Returns:
-        One dict for each storage of the weights ("conv1d", "linear") and each vocabulary size of
-        the head, with "weights", "vocabulary", "seconds", "flops" and "share_of_ceiling". The list
-        is empty until all products of the model have been measured.
+        One dict for each combination of a weight storage ("conv1d" or "linear") and a vocabulary
+        size of the head. The keys are "weights", "vocabulary", "seconds", "flops" and
+        "share_of_ceiling". The list is empty until all products of the model have been measured.
     """
     model = [one for one in products if one.part == "model"]
     if not model or any(one not in times for one in model):
@@ -939,9 +941,9 @@ def compare(
     """Compare the total times of two groups of products, `size` and `base`.
 
     Returns:
-        A dict with "time_ratio", the median over measurements of time(size) / time(base), with its
-        "lowest" and "highest" value; "work_ratio", the ratio of FLOPs; and "rate_ratio", the ratio
-        of FLOP/s.
+        A dict with these keys. "time_ratio" is the median of time(size) / time(base) over the
+        measurements, and "lowest" and "highest" are the extreme values of this ratio. "work_ratio"
+        is the ratio of FLOPs, and "rate_ratio" is the ratio of FLOP/s.
     """
     size, base = list(size), list(base)
     ratios = [

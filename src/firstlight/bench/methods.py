@@ -3,9 +3,9 @@ machine.
 
 The result consists of two tables:
 
-- "alone" compares each method on its own with the plain run. The plain run uses fp32, attention as
-  two matrix products, AdamW with a loop over parameters, no compilation, and one micro-batch per
-  step.
+- "alone" compares each method on its own with the plain run. The plain run uses fp32, computes
+  attention as two matrix products, updates parameters one by one with AdamW, does not use
+  compilation, and has one micro-batch per step.
 - "ladder" contains the methods of Raschka's "PyTorch Performance Tips for Faster LLM Training" in
   the same order. Each method is added to the methods before it. For a GPT-2, the first row uses a
   mask, LayerNorm and GELU that are implemented with elementary operations (`steps.write_out`).
@@ -18,8 +18,8 @@ weights. Rates are medians over the timed steps of all turns. A row that can't r
 is skipped, and the reason is shown. A row that fails is shown with its error, and the ladder
 continues without it.
 
-In all rows, MFU is relative to the same rate: the machine's rate of bf16 matrix products
-(`hardware.device.peak_flops`) or, on a CPU that computes fp32 products faster, the rate of fp32
+MFU is relative to the same rate in all rows. This is the machine's rate of bf16 matrix products
+(`hardware.device.peak_flops`). On a CPU that computes fp32 products faster, it is the rate of fp32
 products. The rate is measured at the start and at the end, and the higher value is used. Operations
 that are computed twice, as with activation checkpointing, are counted only once.
 """

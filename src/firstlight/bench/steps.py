@@ -28,10 +28,10 @@ The measurement consists of these steps:
    step. It is less affected by other load on the machine, but it includes the time in which threads
    wait by spinning.
 
-Step s trains on the n sequences starting at s * n, where n is the number of sequences per step, so
-recipes with the same n see the same tokens. `losses` contains the losses of all warm-up and timed
-steps, each computed before the step's update. The learning rate rises linearly over the first four
-steps and is constant afterwards.
+Let n be the number of sequences per step. Step s trains on the n sequences that start at sequence s
+* n, so recipes with the same n are trained on the same tokens. `losses` contains the losses of all
+warm-up and timed steps, each computed before the step's update. The learning rate rises linearly
+over the first four steps and is constant afterwards.
 
 On a CPU, `total_peak_bytes` is the peak resident memory of the process, and `peak_bytes` is the
 difference between this peak and the memory recorded in step 1. On a GPU, `total_peak_bytes` and
@@ -43,8 +43,8 @@ The result also contains `chosen`, the resolved values of the recipe keys that c
 The training data is the source code of Python's standard library, which is real text and available
 on every machine. Each word, run of whitespace or punctuation mark is a token. The id of a token is
 its CRC-32 modulo (vocabulary size - 1). This does not require a tokenizer. For any vocabulary size,
-ids from the entire vocabulary occur, with frequencies like those of words. A new document begins at
-each line that starts a function, method or class.
+ids from the entire vocabulary occur, and their frequencies are distributed like word frequencies. A
+new document begins at each line that starts a function, method or class.
 """
 
 from __future__ import annotations

@@ -6,10 +6,10 @@ token boundary for both tokenizers to the next such position. If the tokenizers 
 segment is a single token (or all tokens of a single character). The loss of a segment is exact for
 both models, so all sums are compared in bits per byte.
 
-The standard error of a difference is paired, because both models find the same documents hard: it
-is computed from the differences for individual documents (or for individual rows, if there are only
-a few documents). See Miller, "Adding Error Bars to Evals" (2024, arXiv:2411.00640), and
-`standard_error` for units of different lengths.
+The standard error of a difference is paired, because both models find the same documents hard. It
+is computed from the differences for individual documents. If there are only a few documents, the
+differences for individual rows are used instead. See Miller, "Adding Error Bars to Evals" (2024,
+arXiv:2411.00640), and `standard_error` for units of different lengths.
 """
 
 from __future__ import annotations
@@ -78,9 +78,9 @@ class ComparedValue:
 
     Attributes:
         name: name of the text, or names of the task and its metric.
-        before, after: values of the two models, each with its own standard error.
-        difference: `after` minus `before`, with its paired standard error. The error is None if it
-            can't be computed, because there is only one unit or the score is not a mean over items.
+        before, after: values for the first and the second model, each with a standard error.
+        difference: `after` minus `before`, with its paired standard error. The error is None if
+            there is only one unit, or if the score is not a mean over items.
         unit: kind of the units from which the paired error is computed: "documents", "rows" or
             "items".
         units: number of units.
@@ -244,8 +244,9 @@ def compare(
             template continues them. Decoding is greedy.
         sample: number of rows to draw at random from each text; None uses all rows.
         seed: random seed of the sample.
-        seq_len: maximum number of tokens per row. None uses, for each model, the value from its
-            training or, if that is unknown, its context length up to a maximum of 1,024.
+        seq_len: maximum number of tokens per row. If None, each model uses the value from its
+            training. If this value is unknown, the model uses its context length, up to a maximum
+            of 1,024.
         passages: maximum number of passages to return on which the loss increased, and maximum
             number on which it decreased.
         max_new_tokens: maximum number of tokens per answer.
@@ -325,7 +326,8 @@ def _listed(values: Any) -> list[Any]:
 
 
 def _held_out(models: Collection[LoadedModel]) -> list[str]:
-    """Return those prepared folders on which the models were trained that contain validation text.
+    """Return the prepared folders with the training data of the models. Folders without validation
+    text are omitted.
 
     Raises:
         ConfigError: there is no such folder.
@@ -385,7 +387,7 @@ def rows_of(
     Args:
         name: name of the text, for error messages.
         documents: the documents.
-        models: the two models.
+        models: the models to compare.
         seq_len: see `compare`.
 
     Raises:

@@ -52,9 +52,9 @@ class RowOptions(TypedDict, total=False):
         device: device of the model.
         document_masking: True to let tokens attend only to their own document, as in training with
             `data.document_masking`.
-        first_id: token id that is inserted before the first token of the split, so that this token
-            is also predicted and all bytes of the text are counted. With None, the first token is
-            not predicted.
+        first_id: token id that is inserted before the first token of the split. The first token is
+            then also predicted, and all bytes of the text are counted. With None, the first token
+            is not predicted.
         on_rows: function that is called after each batch with the number of completed rows and the
             total number of rows.
     """
@@ -362,7 +362,8 @@ def evaluate_split(
     **options: Unpack[RowOptions],
 ) -> Evaluation:
     """Evaluate the rows of a split, which do not overlap. Each token is predicted once, from the
-    preceding tokens in its row or, with document masking, only from those in the same document.
+    preceding tokens in its row. With document masking, only preceding tokens of the same document
+    are used.
 
     For bits per byte, tokens that are not predicted are assumed to have the mean loss. The losses
     of the rows are summed without rounding errors. The loss of a single row may differ in its last
@@ -378,8 +379,8 @@ def evaluate_split(
         drawn: True if the rows were drawn at random. In this case, the result includes standard
             errors, and `loss_sum` must return the loss of each row.
         rank, processes: rank of this process, and number of processes among which the batches are
-            divided. All processes return the same result, which is equal to that of a single
-            process.
+            divided. All processes return the same result, which is equal to the result of an
+            evaluation with a single process.
         options: see `RowOptions`.
 
     Raises:
@@ -410,8 +411,8 @@ def evaluate_split(
         split=dataset.split,
         seq_len=seq_len,
         document_masking=masking,
-        # Delta method: the standard error of a function of the loss is the standard error of the
-        # loss times the derivative of the function.
+        # With the delta method, the standard error of a function of the loss is the standard error
+        # of the loss times the derivative of the function.
         loss_stderr=error,
         perplexity_stderr=None if error is None else perplexity * error,
         bits_per_byte_stderr=None if error is None else error * bits_a_nat,

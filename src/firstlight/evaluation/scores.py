@@ -34,9 +34,9 @@ def perplexity_of(loss: float) -> float:
 
 
 def row_losses(model: Model) -> LossFunction:
-    """Return a loss function that computes the summed loss of each row in nats, fp64 [B], instead
-    of a single sum for the batch. The loss function materialises the logits of the entire batch,
-    [B, T, V].
+    """Return a loss function that computes one summed loss per row, fp64 [B] in nats, instead of a
+    single sum for the batch. The loss function materialises the logits of the entire batch, [B, T,
+    V].
     """
 
     def losses(input_ids: Tensor, labels: Tensor, document_ids: Tensor | None = None) -> Tensor:
@@ -131,8 +131,8 @@ def likelihoods(
 
     If context and continuation don't fit into the model's context length, the context is truncated
     from the left. The forward pass over a context is shared by all of its continuations, and
-    contexts of the same length are processed together. The results may differ in their last fp32
-    digits from those of separate passes over each pair.
+    contexts of the same length are processed together. The last fp32 digits of the results may
+    differ from the digits that separate passes over each pair would produce.
 
     Args:
         model: a model in evaluation mode.
@@ -195,8 +195,8 @@ def _score(model: Model, pairs: Sequence[TokenPair], batch: _Batch) -> dict[int,
     cache = model.make_cache(len(numbers), shared + longest, parameter.dtype)
     if shared:
         once = model.make_cache(len(batch), shared, parameter.dtype)
-        # Some position embeddings depend on the length of the sequence. In both passes, use those
-        # of the full sequence.
+        # Some position embeddings depend on the length of the sequence. In both passes, use the
+        # position embeddings of the full sequence.
         cache.least_length = once.least_length = shared + longest
         model(before, cache=once, logits_to_keep=1)
         cache.begin_with(once, torch.tensor(context_of, device=device))
@@ -324,8 +324,8 @@ def sampled_rows(total: int, count: int, seed: int) -> list[int]:
 
 
 def mean_loss(rows: Sequence[RowLoss]) -> float:
-    """Return the mean loss in nats per token, which is the sum of the losses of all rows divided by
-    their total number of tokens. There must be at least one token.
+    """Return the mean loss in nats per token. It is the sum of the losses of all rows, divided by
+    the total number of tokens in the rows. There must be at least one token.
     """
     return math.fsum(row.loss for row in rows) / sum(row.tokens for row in rows)
 

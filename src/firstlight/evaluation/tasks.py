@@ -99,7 +99,7 @@ def ready_tasks(
 
     Raises:
         ConfigError: a name is unknown or repeated, `items` is less than 1, or `chat_template` is
-            True and the model or a task does not support it.
+            True although the model or a task does not support chat templates.
         InputError: a file is missing, a line of a file is not an item (the message names the line),
             or data can't be read.
         MissingDependencyError: lm-evaluation-harness is not installed.
@@ -219,8 +219,8 @@ _MAX_LINE_BYTES, _MAX_ENDINGS = 1 << 16, 100
 def read_hellaswag(path: Path, limit: int | None = None) -> list[Item]:
     """Read the items of a JSON Lines file.
 
-    As in the original dataset, each line is an object with `endings`, `label`, and the context
-    either as `ctx` or as `ctx_a` and `ctx_b`. `activity_label` is optional.
+    As in the original dataset, each line is an object with the keys `endings` and `label`. The
+    context is stored either as `ctx`, or as `ctx_a` and `ctx_b`. `activity_label` is optional.
 
     Args:
         path: the file. Empty lines are skipped.
@@ -269,8 +269,8 @@ def hub_hellaswag(limit: int | None = None) -> list[Item]:
             rows = rows.select(range(min(limit, len(rows))))  # type: ignore[attr-defined, arg-type]
         return [item_of(row) for row in rows]
     except Exception as error:
-        # `datasets` raises its own exceptions as well as those of its HTTP library and of the file
-        # system.
+        # `datasets` raises its own exceptions, exceptions of its HTTP library and exceptions of the
+        # file system.
         raise InputError(
             f"{HUB_ID} could not be loaded from the hub ({type(error).__name__}: "
             f"{str(error)[:200]}): use a local file with --tasks hellaswag,FILE.jsonl"
@@ -640,9 +640,9 @@ def _is_finite(value: Any) -> bool:
 
 @contextlib.contextmanager
 def _by_itself() -> Iterator[None]:
-    """Isolate lm-evaluation-harness during the `with` block: seed the random generators with its
-    default seeds, redirect its output to stderr, and prevent it from starting processes. On exit,
-    restore the random states of Python, numpy and torch.
+    """Isolate lm-evaluation-harness during the `with` block. Seed the random generators with the
+    default seeds of the harness, redirect its output to stderr, and prevent it from starting
+    processes. On exit, restore the random states of Python, numpy and torch.
     """
     states = random.getstate(), np.random.get_state()
     before = os.environ.get("DISABLE_MULTIPROC")

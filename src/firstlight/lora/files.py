@@ -62,8 +62,8 @@ from firstlight.weights.stored import (
     read_header,
 )
 
-#: Maximum total number of entries in rank_pattern and alpha_pattern (the deepest models have 900
-#: linear layers), and maximum number of characters in an entry.
+#: Maximum total number of entries in rank_pattern and alpha_pattern, and maximum number of
+#: characters in an entry. The deepest models have 900 linear layers.
 _MOST_PATTERNS = 3000
 _MOST_PATTERN_CHARS = 500
 #: Maximum CPU time in seconds for matching all patterns against all layer names. Most adapters take
@@ -249,8 +249,8 @@ def adapter_chain(folder: Path) -> list[Path]:
     itself an adapter, the folder of its base follows, and so on. The last folder is a model folder.
     If `folder` is a model folder, return [folder].
 
-    The base is specified by `base_model_name_or_path`: a path relative to the adapter's folder, any
-    other path, or the hub id of a model, which is then downloaded.
+    The base model is specified by `base_model_name_or_path`. This is a path, which can be relative
+    to the adapter's folder, or the hub id of a model, which is then downloaded.
 
     Raises:
         ModelError: a base is missing, or an adapter is its own base.
@@ -573,9 +573,10 @@ def _take_base_tables(
     path: Path,
     trained: Mapping[str, list[int]],
 ) -> bool:
-    """Replace the embedding and the head of a base model with those in an adapter file. PEFT writes
-    the embedding and the head to the file if they are adapted, or if tokens were added to the base
-    model. All other tensors must be copies of the base model's tensors.
+    """Replace the embedding and the head of a base model with the embedding and the head in an
+    adapter file. PEFT writes the embedding and the head to the file if they are adapted, or if
+    tokens were added to the base model. All other tensors must be copies of the base model's
+    tensors.
 
     Args:
         model: base model, which is modified in place.
@@ -588,7 +589,7 @@ def _take_base_tables(
         True if the embedding or the head was replaced.
 
     Raises:
-        ModelError: a tensor is unknown, or differs from that of the base model.
+        ModelError: a tensor is unknown, or differs from the tensor of the base model.
     """
     known, is_changed = model.state_dict(), False
     tables = [f"{name}.weight" for name in (model.embedding_name, HEAD)]

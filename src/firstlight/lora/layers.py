@@ -57,8 +57,8 @@ def _by_pattern(patterns: Mapping[str, _T], layer: str, otherwise: _T) -> _T:
 
 
 class LoraConfig(Section):
-    """The `lora` section of a recipe: freeze the initial weights, and train low-rank matrices that
-    are added to them (LoRA, Hu et al. 2021, arXiv 2106.09685).
+    """The `lora` section of a recipe. With LoRA (Hu et al. 2021, arXiv 2106.09685), the initial
+    weights are frozen, and low-rank matrices that are added to them are trained.
     """
 
     rank: int = Field(8, ge=1)
@@ -79,8 +79,8 @@ class LoraConfig(Section):
     """ids of the tokens whose embedding rows are trained (and shared with a tied head), or separate
     lists for the embedding and the head: `{embed_tokens: [5], lm_head: [5]}`."""
     ensure_weight_tying: bool = False
-    """true keeps a tied head tied to the embedding if `targets` or `modules_to_save` include one of
-    them; false unties the two, as PEFT does by default."""
+    """true keeps a tied head tied to the embedding if `targets` or `modules_to_save` contain the
+    head or the embedding; false unties the head, as PEFT does by default."""
     use_rslora: bool = False
     """true multiplies B A by alpha / sqrt(rank) instead of by alpha / rank (rank-stabilised LoRA,
     Kalajdzievski 2023, arXiv 2312.03732)."""
@@ -617,8 +617,8 @@ def lora_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 
 def modules_in_full(model: nn.Module) -> list[str]:
     """Return the names of the modules that are trained in full in addition to the adapters. If one
-    of them contains another, only the outer module is included, because PEFT can't load nested
-    modules."""
+    of these modules contains another, only the outer module is included, because PEFT can't load
+    nested modules."""
     adapters = lora_parameters(model)
     trained = (n for n, p in model.named_parameters() if p.requires_grad and n not in adapters)
     names = list(dict.fromkeys(name.rpartition(".")[0] for name in trained))
@@ -626,9 +626,9 @@ def modules_in_full(model: nn.Module) -> list[str]:
 
 
 def merge_lora(model: Model) -> None:
-    """Merge the adapters into the base weights, in place. Afterwards, the model has plain layers
-    with weights in the dtype of the base weights, and all parameters are trainable. 4-bit weights
-    are dequantised.
+    """Merge the adapters into the base weights, in place. Afterwards, all layers of the model are
+    plain layers, their weights have the dtype of the base weights, and all parameters are
+    trainable. 4-bit weights are dequantised.
 
     If the adapters untie the head from the embedding, `model.config` is changed accordingly.
     """
@@ -680,8 +680,8 @@ def linear_layers(model: Model) -> dict[str, LinearLayer]:
 
 
 def _target_names(model: Model, config: LoraConfig, layers: dict[str, LinearLayer]) -> list[str]:
-    """Return the names of the layers that match the targets of a config: the embedding first, then
-    linear layers in the order of the model.
+    """Return the names of the layers that match the targets of a config. The embedding comes first,
+    followed by the linear layers in the order of the model.
 
     Raises:
         ConfigError: a target does not match any layer.

@@ -1,7 +1,7 @@
 """Load models and their tokenizers from folders in the Hugging Face layout.
 
-If a folder contains an adapter (from PEFT, or a checkpoint of a run with `lora`), the base model is
-loaded, and the adapter is merged into it.
+A folder can also contain an adapter, which was created by PEFT or by a run with `lora`. In this
+case, the base model is loaded, and the adapter is merged into it.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class LoadedModel:
         tokenizer: tokenizer of the folder; None if the folder does not contain a tokenizer.
         eos_token_ids: ids of the tokens that end generation.
         folder: the model folder, or the adapter's folder.
-        mapped: files that are memory-mapped as parameters; () if the weights were copied.
+        mapped: files that are memory-mapped as parameters; empty if the weights were copied.
         trained_on: description of the checkpoint's training data, as returned by
             `checkpoint.selection.trained_on`; None if it was not read.
         generation: content of generation_config.json.

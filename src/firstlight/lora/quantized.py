@@ -1,10 +1,10 @@
 """Linear layers with 4-bit weights in the NF4 format (Dettmers et al. 2023, arXiv 2305.14314,
 section 3).
 
-A block of 64 weights is stored as a scale (the largest absolute value in the block) and a 4-bit
-code for each weight, which selects the nearest of 16 quantiles of a normal distribution. The scales
-are themselves quantised to 8 bits. This takes 0.516 bytes per weight. Quantisation and
-dequantisation are done by bitsandbytes, on CPUs and CUDA GPUs.
+Weights are divided into blocks of 64. A block is stored as a scale, which is the largest absolute
+value in the block, and a 4-bit code for each weight. The code selects the nearest of 16 quantiles
+of a normal distribution. The scales are themselves quantised to 8 bits. This takes 0.516 bytes per
+weight. Quantisation and dequantisation are done by bitsandbytes, on CPUs and CUDA GPUs.
 """
 
 from __future__ import annotations

@@ -94,9 +94,9 @@ def resolve_attention(
 
 def takes_blockwise(model: ModelConfig, dtype: torch.dtype, seq_len: int) -> bool:
     """Return True if "auto" selects blockwise attention on a CPU. This is the case in bf16 with a
-    head dimension of at least 64 and up to 1,024 tokens. With dropout, which torch's fused CPU
-    kernel does not support, it is sufficient to use bf16 or to have a head dimension of at least
-    64.
+    head dimension of at least 64 and up to 1,024 tokens. torch's fused CPU kernel does not support
+    dropout. Therefore, with dropout, it is sufficient to use bf16 or to have a head dimension of at
+    least 64.
 
     In measurements, blockwise attention took 0.7 to 0.9 times as long as torch's kernel in bf16
     within these limits, compiled or not. It took 1.0 to 1.2 times as long with 2,048 tokens, and up
@@ -188,8 +188,8 @@ def _by_kernel(
 
 
 #: Settings to restore, one for each active `varying_lengths` context. The setting applies to the
-#: whole process, and several threads can generate text at the same time, so the last thread to
-#: finish restores the original setting.
+#: whole process, but several threads can generate text at the same time. The last thread to finish
+#: restores the original setting.
 _BEFORE: list[bool] = []
 _CHANGING = threading.Lock()
 
@@ -199,10 +199,10 @@ def varying_lengths() -> Iterator[None]:
     """Context manager and decorator for code that computes attention over sequences whose lengths
     change from call to call.
 
-    Within the context, torch does not use cuDNN's attention kernel, which it would otherwise prefer
-    on Hopper and Blackwell. cuDNN takes tens of milliseconds on the host to plan each new shape,
-    and decoding has a new shape for each token. In training, all rows have the same length, so
-    cuDNN plans only once.
+    Within the context, torch does not use cuDNN's attention kernel. By default, torch prefers this
+    kernel on Hopper and Blackwell. However, cuDNN takes tens of milliseconds on the host to plan
+    each new shape, and every decoded token has a new shape. In training, all rows have the same
+    length, so cuDNN plans only once.
     """
     cuda: Any = torch.backends.cuda
     with _CHANGING:
@@ -224,8 +224,9 @@ def flex_mask(
     always: bool = False,
 ) -> Any:
     """Create the block mask for `flex_attention`. It is equivalent to the result of `dense_mask`,
-    but blocks of 128 x 128 without a visible key are skipped, and no T x S mask is stored. For a
-    purely causal mask, or if there is a cache, return the result of `dense_mask` instead.
+    but a T x S mask is not stored, and blocks of 128 x 128 in which all keys are masked are
+    skipped. For a purely causal mask, or if there is a cache, return the result of `dense_mask`
+    instead.
 
     Args:
         positions: positions of the queries in their rows, int64 [T] or [B, T].

@@ -1,6 +1,6 @@
-"""Methods that reduce the memory use of a training step: recomputing or offloading activations, and
-computing the head and the cross-entropy in chunks of tokens. This module also configures the heap
-of the C library.
+"""Methods that reduce the memory use of a training step. Activations can be recomputed or
+offloaded, and the head and the cross-entropy can be computed in chunks of tokens. This module also
+configures the heap of the C library.
 
 Shape letters are defined in `models/ops.py`. In addition, N is B x T, and n is the number of tokens
 in a chunk.
@@ -87,7 +87,7 @@ def checkpoint_layers(model: Model, selective: bool) -> None:
     storing them (Chen et al. 2016, arXiv 1604.06174).
 
     The random state is restored for the recomputation, so that dropout drops the same values. The
-    gradients are bit-identical to those without recomputation.
+    gradients are bit-identical to the gradients without recomputation.
 
     Args:
         model: plain model, which is modified in place.
@@ -125,9 +125,10 @@ def keeps_result(_: object, operator: Any, *arguments: Any, **named: Any) -> Che
 
 
 def offloaded_activations(model: nn.Module) -> contextlib.AbstractContextManager[object]:
-    """Return a context manager that stores the activations of a forward pass in CPU memory
-    (page-locked if there is a GPU) until the backward pass needs them. Parameters and buffers are
-    not moved. On a GPU, activations are copied in parallel with the computation (see `_Copies`).
+    """Return a context manager that stores the activations of a forward pass in CPU memory until
+    the backward pass needs them. If there is a GPU, the CPU memory is page-locked. Parameters and
+    buffers are not moved. On a GPU, activations are copied in parallel with the computation (see
+    `_Copies`).
     """
     # Parameters are recognised by their storage, because autograd also saves views of parameters,
     # such as a transposed weight.
@@ -185,10 +186,10 @@ class _Activation:
 class _Copies:
     """Copies of activations from a GPU to page-locked memory and back, on a separate stream.
 
-    All GPU tensors are allocated on the stream of the computation. Before a tensor is freed, this
-    stream waits for the end of the tensor's copy, so the memory is not reused before the copy has
-    finished. `Tensor.record_stream` is not used. With it, memory would be freed only after the host
-    has noticed the end of a copy, and a host that runs ahead of the GPU would allocate additional
+    All GPU tensors are allocated on the stream of the computation. Before a tensor is freed, the
+    computation's stream waits until the tensor has been copied, so that its memory is not reused
+    too early. `Tensor.record_stream` is not used, because memory would then be freed only after the
+    host has noticed the end of a copy. A host that runs ahead of the GPU would allocate additional
     memory for each layer.
     """
 
@@ -279,9 +280,9 @@ def keep_memory(hardware: Hardware, *, sharded: bool = False) -> bool:
     again, page by page, in every step. This applies only to processes that compute on a CPU.
 
     Each step allocates and frees large tensors of the same sizes as the previous step. By default,
-    glibc maps and unmaps the memory of each of these tensors, which took a third of a step's time
-    in one measurement. The settings remain in effect for the rest of the process. Return True if
-    they were applied.
+    glibc maps and unmaps the memory of each of these tensors. In one measurement, this took a third
+    of a step's time. The settings remain in effect for the rest of the process. Return True if they
+    were applied.
 
     Args:
         hardware: hardware of the process.
@@ -405,9 +406,9 @@ def _linear_cross_entropy(
         learns: True if the weight requires a gradient.
 
     Returns:
-        The loss [] in fp32 (in fp64 if `dtype` is fp64), the gradient of `x_NC`, [N, C], and the
-        gradient of `weight_VC`, [V, C], in the dtype of the loss. The gradient of the weight is
-        empty unless `learns` is True.
+        The loss [], the gradient of `x_NC`, [N, C], and the gradient of `weight_VC`, [V, C]. The
+        loss and the gradient of the weight are in fp32, or in fp64 if `dtype` is fp64. The gradient
+        of the weight is empty unless `learns` is True.
     """
     weight = weight_VC.to(dtype)  # round only once, for all chunks
     grad_x_NC = torch.empty_like(x_NC)
@@ -477,7 +478,7 @@ def _backward(
     grad_x_NC, grad_weight_VC = ctx.saved_tensors
     return (
         # The product is computed in the precision of the loss. If the factor 1/tokens were rounded,
-        # all gradients except that of the head would be rescaled.
+        # all gradients except the gradient of the head would be rescaled.
         (grad_x_NC.to(grad_loss.dtype) * grad_loss).to(grad_x_NC.dtype),
         (grad_weight_VC * grad_loss).to(ctx.weight_dtype) if ctx.learns else None,
         *(None,) * 7,

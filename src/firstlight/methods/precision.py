@@ -26,9 +26,10 @@ from firstlight.models.ops import product_dtype
 #: Minimum CUDA compute capability of GPUs with fp8 matrix units.
 FP8_CAPABILITY = (8, 9)
 
-#: Error bounds for each precision, as documented in docs/methods.md: the maximum difference between
-#: the loss and that of a more precise run, in nats, and the maximum `weights_distance`. The bounds
-#: of fp32 also apply to methods that only change the order of sums.
+#: Error bounds for each precision, as documented in docs/methods.md. The first bound is the maximum
+#: difference, in nats, between the loss and the loss of a more precise run. The second bound is the
+#: maximum `weights_distance`. The bounds of fp32 also apply to methods that only change the order
+#: of sums.
 BOUNDS = {"fp32": (1e-5, 1e-3), "bf16": (0.01, 0.05), "fp16": (0.001, 0.03)}
 
 
@@ -108,8 +109,8 @@ def keep_bf16_residual(model: Model) -> None:
 
 def _layer_norm(norm: nn.LayerNorm, x: Tensor) -> Tensor:
     # Autocast would pass an fp32 copy of x to the CUDA kernel, and keep the copy for the backward
-    # pass. The copy is not needed, because the kernel computes in fp32 for any dtype of x, but it
-    # requires the weight to have the same dtype.
+    # pass. The copy is not needed, because the kernel computes in fp32 for any dtype of x. However,
+    # the weight must have the same dtype as x.
     dtype = product_dtype(x)
     weight, bias = (None if p is None else p.to(dtype) for p in (norm.weight, norm.bias))
     with torch.autocast(x.device.type, enabled=False):
@@ -166,8 +167,8 @@ def packet_note(
 @contextlib.contextmanager
 def matmul_precision(config: EfficiencyConfig) -> Iterator[None]:
     """Set the precision of fp32 matrix products to `config.matmul_precision` within the context.
-    With precision "tf32", the products use TF32 (inputs with a 10-bit mantissa) if the hardware
-    supports it. torch's global setting is restored on exit."""
+    With precision "tf32", the products use TF32 if the hardware supports it. TF32 rounds the inputs
+    to a 10-bit mantissa. torch's global setting is restored on exit."""
     chosen = "high" if config.precision == "tf32" else config.matmul_precision
     if chosen is None:
         yield

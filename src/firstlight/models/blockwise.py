@@ -27,9 +27,9 @@ from firstlight.models.ops import (
     product_dtype,
 )
 
-#: Block sizes: the number of queries per block, the number of scores computed at a time, and the
-#: minimum number of query heads computed at a time. On an AMD EPYC, in bf16 with 256 to 8,192
-#: tokens, halving or doubling any of these numbers made attention up to 20% slower.
+#: Sizes of the blocks: number of queries per block, number of scores that are computed at a time,
+#: and minimum number of query heads that are processed at a time. On an AMD EPYC, in bf16 with 256
+#: to 8,192 tokens, halving or doubling any of these numbers made attention up to 20% slower.
 QUERIES = 128
 SCORES = 2**21
 _LEAST_HEADS = 4
@@ -40,9 +40,9 @@ def blockwise_attention(
 ) -> Tensor:
     """Compute causal attention in blocks of queries.
 
-    See `ops.AttentionFunction` for the arguments. The dimension of value heads can differ from that
-    of query and key heads. With dropout, a mask for all T x S weights is drawn and saved for the
-    backward pass, which takes one byte per weight.
+    See `ops.AttentionFunction` for the arguments. Value heads can have a different dimension than
+    query and key heads. With dropout, a mask for all T x S weights is drawn and saved for the
+    backward pass. The mask takes one byte per weight.
 
     Returns:
         Tensor [B, H, T, value head dim], in the dtype of autocast if it is enabled, otherwise in
@@ -74,8 +74,8 @@ _FORWARD = f"({_ARGUMENTS}) -> Tensor"
 _BACKWARD = f"(Tensor grad_BHTD, {_ARGUMENTS}) -> (Tensor, Tensor, Tensor, Tensor)"
 
 
-# This is a custom operator, because torch.compile would generate code for the blocks that is
-# several times slower and saves most of the scores for the backward pass.
+# This is a custom operator, because torch.compile would generate code that is several times slower
+# and that saves most of the scores for the backward pass.
 @torch.library.custom_op("firstlight::blockwise_attention", mutates_args=(), schema=_FORWARD)
 def _attention(q_BHTD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, *others: Any) -> Tensor:
     out_BHTD = _like_projected(q_BHTD, v_BKSD.shape[-1])
@@ -245,8 +245,8 @@ class _Part:
         the attention weights have shape [N, G * t, seen]. The weights of the sinks have shape [N, G
         * t, 1], or are None without sinks.
 
-        If `slopes` is a list and there is a soft cap c, the derivative of the cap at each score s,
-        1 - tanh(s / c)^2, is appended to the list.
+        If `slopes` is a list and there is a soft cap c, the derivatives of the soft cap are
+        appended to the list. The derivative at the score s is 1 - tanh(s / c)^2.
         """
         queries = self._queries[:, :, start:end].flatten(1, 2)
         scores = torch.bmm(queries, self._wide_keys[:, :seen].transpose(1, 2))

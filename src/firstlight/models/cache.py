@@ -149,8 +149,8 @@ class KVCache:
         return max(self.length + new, self.least_length)
 
     def update(self, layer: int, k_BKTD: Tensor, v_BKTD: Tensor) -> tuple[Tensor, Tensor]:
-        """Store the keys and values of the new tokens, [B, K, T, D], and return views of the keys
-        and values of all tokens, [B, K, S, D]."""
+        """Store the keys and values of the new tokens, which have shape [B, K, T, D]. Return views
+        of the keys and values of all tokens, which have shape [B, K, S, D]."""
         end = self.length + k_BKTD.shape[2]
         assert end <= self.max_tokens, "the cache is full"
         keys, values = self.keys[layer], self.values[layer]

@@ -1,13 +1,13 @@
-"""DeepSeek-V2 (arXiv 2405.04434) and DeepSeek-V3 (arXiv 2412.19437): multi-head latent attention,
-routed experts and shared experts.
+"""DeepSeek-V2 (arXiv 2405.04434) and DeepSeek-V3 (arXiv 2412.19437). These models have multi-head
+latent attention, routed experts and shared experts.
 
 The keys and values of all heads are computed from a single vector per token, the KV latent. The
 cache stores this latent and one rotated key per token, which all heads share. Experts are divided
 into groups. For each token, the groups with the best scores are selected first, and the experts are
-then chosen from these groups. In V3, the scores of the experts are sigmoids, and a bias is added to
-the scores to choose the experts, but not to weight their outputs. Parameter names are those of
-Hugging Face's `DeepseekV2ForCausalLM` and `DeepseekV3ForCausalLM`. Moonlight uses the architecture
-of DeepSeek-V3.
+then chosen from these groups. In V3, the scores of the experts are sigmoids. A bias is added to the
+scores when experts are chosen, but it does not affect the weights of their outputs. Parameters have
+the same names as in Hugging Face's `DeepseekV2ForCausalLM` and `DeepseekV3ForCausalLM`. Moonlight
+uses the architecture of DeepSeek-V3.
 
 Shape letters are defined in `models/ops.py` and `models/moe.py`. In addition, L is the rank of the
 KV latent (`kv_lora_rank`), R is the number of rotated dimensions of a head (`qk_rope_head_dim`), G
@@ -240,8 +240,8 @@ class DeepseekConfig(DecoderConfig):
 
     @property
     def cached_numbers(self) -> int:
-        """Number of elements that are cached per token and layer: the size of the KV latent plus
-        that of the rotated key."""
+        """Number of elements that are cached per token and layer. It is the sum of the sizes of the
+        KV latent and the rotated key."""
         return self.kv_lora_rank + self.qk_rope_head_dim
 
     def has_experts(self, layer: int) -> bool:

@@ -109,9 +109,9 @@ class GGUFSpec:
             It is required for layers of the kind "named" and is empty for all other kinds. In
             "named" layers, all projections have biases, and one matrix computes queries, keys and
             values.
-        head: "written" if llama.cpp requires a tensor for the head even if it is tied to the
-            embedding; "tied" if it always uses the embedding as the head; "" if it supports tied
-            and untied heads.
+        head: "written" if llama.cpp requires a tensor for the head even if the head is tied to the
+            embedding; "tied" if llama.cpp always uses the embedding as the head; "" if llama.cpp
+            supports tied and untied heads.
         has_windows: True if llama.cpp supports models that mix layers with and without a sliding
             window.
         needs_window: True if llama.cpp requires a sliding window.
@@ -167,14 +167,16 @@ class RopeSpec:
     """Rotary positions (RoPE) of a family.
 
     Attributes:
-        kinds: kinds of scaling that the family supports in addition to "default"; () means all.
+        kinds: kinds of scaling that the family supports in addition to "default"; empty if the
+            family supports all kinds.
         other_kinds: mapping from alternative names of kinds, which config.json can contain, to the
             names used here.
         polar: True if transformers computes the rotation as a product of complex numbers (see
             `rope_tables`).
         partial_factor: fraction of each head that is rotated if config.json does not specify it.
-        original_positions: default value of original_max_position_embeddings in families whose
-            config.json has this key at its top level; 0 if the key is one of the rotary settings.
+        original_positions: default value of original_max_position_embeddings if the family's
+            config.json contains this key at its top level; 0 if the key is one of the rotary
+            settings.
         nested: True if config.json has separate rotary settings for each kind of layer.
         local_theta_key: older config.json key for the rotary base of layers with a sliding window;
             "" if there is none.
@@ -215,8 +217,8 @@ class FamilySpec:
         activation: name of the MLP's activation in config.json.
         activation_key: name of the config.json key that specifies the activation.
         gated: True if the MLP has a gate, as in SwiGLU and GeGLU.
-        fused: True if one matrix computes queries, keys and values, and a second matrix computes
-            the gate and up projections; "mlp" if only the gate and up projections are fused.
+        fused: True if one matrix computes queries, keys and values, and another matrix computes the
+            gate and up projections; "mlp" if only the gate and up projections share a matrix.
         rope: rotary positions.
         full_attention_every: n if every n-th layer has full attention and all other layers have a
             sliding window; 0 if there is no such pattern.

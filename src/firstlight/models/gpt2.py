@@ -1,9 +1,10 @@
 """GPT-2 (Radford et al. 2019): a Transformer with LayerNorm, learned positions, multi-head
 attention and GELU.
 
-Parameter names and the [in, out] layout of the projections are those of Hugging Face's
-`GPT2LMHeadModel`, so tensors do not have to be changed for import and export. Recipes use the key
-names that all families share (`hidden_size`), whereas config.json uses GPT-2's names (`n_embd`).
+Parameters have the same names as in Hugging Face's `GPT2LMHeadModel`, and projections have the same
+layout [in, out], so tensors do not have to be changed for import and export. Recipes use the key
+names that all families share, such as `hidden_size`. In config.json, GPT-2 has its own key names,
+such as `n_embd`.
 
 Shape letters are defined in `models/ops.py`. In addition, F is the inner width of the MLP.
 """

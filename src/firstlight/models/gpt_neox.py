@@ -6,8 +6,8 @@
 - an MLP with GELU and no gate;
 - attention and MLP in parallel, each with its own norm.
 
-Parameter names are those of Hugging Face's `GPTNeoXForCausalLM`. Shape letters are those of
-`llama.py`.
+Parameters have the same names as in Hugging Face's `GPTNeoXForCausalLM`. Shape letters are defined
+in `llama.py`.
 """
 
 from __future__ import annotations
@@ -95,8 +95,8 @@ class GPTNeoXConfig(DecoderConfig):
 
 class GPTNeoXAttention(LlamaAttention):
     """Multi-head attention with a single projection matrix for queries, keys and values. The rows
-    of the matrix are ordered by head: first the query, key and value rows of the first head, then
-    those of the second head, and so on."""
+    of the matrix are ordered by head. The query, key and value rows of the first head come first,
+    followed by the query, key and value rows of the second head, and so on."""
 
     def add_projections(self, config: DecoderConfig) -> None:
         """Create the projections. Their names match the family's checkpoint files."""

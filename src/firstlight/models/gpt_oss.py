@@ -2,10 +2,10 @@
 2508.10925). They differ from Llama in their attention sinks, and in their experts, which have
 biases and a clamped SwiGLU.
 
-Every second layer has a sliding window. Parameter names and layouts are those of Hugging Face's
-`GptOssForCausalLM`, so tensors do not have to be changed for import and export. The weights of a
-layer's experts are stacked in tensors with the layout [in, out], and the columns of the gate and up
-projections are interleaved. OpenAI's files store the experts in MXFP4, a format that
+Every second layer has a sliding window. Parameters have the same names and layouts as in Hugging
+Face's `GptOssForCausalLM`, so tensors do not have to be changed for import and export. The weights
+of a layer's experts are stacked in tensors with the layout [in, out], and the columns of the gate
+and up projections are interleaved. OpenAI's files store the experts in MXFP4, a format that
 `weights/stored.py` reads.
 
 Shape letters are defined in `models/moe.py`.
@@ -104,8 +104,8 @@ class GptOssConfig(DecoderConfig):
 
 class GptOssExperts(Experts):
     """All experts of a layer, in stacked tensors. The weights are `gate_up_proj` of shape [E, C,
-    2F], whose columns are ordered gate 0, up 0, gate 1, up 1, ..., and `down_proj` of shape [E, F,
-    C]. Their biases have the shapes [E, 2F] and [E, C].
+    2F] and `down_proj` of shape [E, F, C]. The columns of `gate_up_proj` are in the order gate 0,
+    up 0, gate 1, up 1, and so on. Their biases have the shapes [E, 2F] and [E, C].
 
     The output of an expert is down((u + 1) g sigmoid(a g)), where a is `swiglu_alpha`. The gate
     projection g is clamped to at most `swiglu_limit`, and the up projection u to between

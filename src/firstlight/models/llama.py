@@ -1,11 +1,12 @@
-"""Llama (Touvron et al. 2023, arXiv 2302.13971): an embedding, pre-norm layers with grouped-query
-attention, rotary positions and a SwiGLU MLP, a final norm, and a head.
+"""Llama (Touvron et al. 2023, arXiv 2302.13971). The model consists of an embedding, pre-norm
+layers, a final norm and a head. Each layer has grouped-query attention with rotary positions, and a
+SwiGLU MLP.
 
 The classes are ordered from the smallest module to the complete model. Families with different
 layers derive their classes from the classes in this file. Small variants are defined in
-`llama_variants.py`, and larger ones in separate files such as `gpt_oss.py`. The config is defined
-in `llama_config.py`, and the specifications of the families are in `llama_families.py`. Parameter
-names are those of Hugging Face's `LlamaForCausalLM`.
+`llama_variants.py`. Larger variants have separate files, such as `gpt_oss.py`. The config is
+defined in `llama_config.py`, and the specifications of the families are in `llama_families.py`.
+Parameters have the same names as in Hugging Face's `LlamaForCausalLM`.
 
 Shape letters are defined in `models/ops.py`. In addition, F is the inner width of the MLP.
 """

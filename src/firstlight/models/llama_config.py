@@ -28,8 +28,8 @@ else:
 
 
 class DecoderConfig(FamilyConfig):
-    """Config keys of the Llama-like families. Names and meanings are those of Hugging Face's
-    configs."""
+    """Config keys of the Llama-like families. They have the same names and meanings as in Hugging
+    Face's configs."""
 
     model_type: str
     vocab_size: int = Field(0, ge=0)
@@ -593,8 +593,8 @@ def config_json(
         # Some config classes of transformers have a default token id, which can be beyond the
         # vocabulary.
         "pad_token_id": None,
-        # Both forms are written, because transformers 5 reads rope_parameters, while transformers 4
-        # and other programs read the two keys.
+        # transformers 5 reads rope_parameters. transformers 4 and other programs read the keys
+        # rope_theta and rope_scaling. Therefore, both forms are written.
         "rope_parameters": rope,
         "rope_theta": model.rope_theta,
         "rope_scaling": scaling,

@@ -1,7 +1,8 @@
 """Specifications of the dense Llama-like families, which use `LlamaConfig`.
 
-To add a family, add an entry to `DENSE`. A family whose layers differ from those of Llama also
-needs a model class in `llama_variants.py`. Families with experts are defined in `mixtral.py`.
+To add a family, add an entry to `DENSE`. If the layers of the family differ from Llama's layers,
+the family also needs a model class in `llama_variants.py`. Families with experts are defined in
+`mixtral.py`.
 """
 
 from __future__ import annotations

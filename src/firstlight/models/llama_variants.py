@@ -1,7 +1,7 @@
 """Variants of Llama's layers for families that differ from `llama.py` in only a few lines.
 
 `VARIANTS` maps each of these families to its model class. All other families use `Llama` itself.
-The specifications of all families are in `llama_families.py`. Shape letters are those of
+The specifications of all families are in `llama_families.py`. Shape letters are defined in
 `llama.py`.
 """
 

@@ -216,7 +216,7 @@ def _has_kernel(weight_EFC: Tensor) -> bool:
 
 
 def reads_rows_of_experts(model: nn.Module) -> bool:
-    """Return True if each forward pass of a model on a CUDA GPU copies the number of rows of each
+    """Return True if each forward pass of a model on a CUDA GPU copies the number of rows for each
     expert to the CPU.
 
     torch's grouped kernel for compute capabilities 9 and 10 reads the row counts on the GPU. On
@@ -238,8 +238,8 @@ ROWS_OF_BLOCKS = 128
 
 
 def _takes_blocks(x_MC: Tensor, weight_EFC: Tensor) -> bool:
-    """Return True if the products of experts should be computed in `_blocks`, which is the case on
-    CPUs in bf16 with many rows per expert.
+    """Return True if the products of the experts should be computed in `_blocks`. This is the case
+    on CPUs in bf16 if there are many rows per expert.
 
     oneDNN compiles code for each new number of rows, and caches the code of the last
     `_KEPT_PRODUCTS` products. Routers assign a different number of rows to each expert in every
@@ -402,7 +402,7 @@ def balancing_loss(scores_LNE: list[Tensor], chosen_LNK: list[Tensor]) -> tuple[
 
 def _visits(experts_NK: Tensor, num_experts: int) -> Tensor:
     """Count the tokens routed to each expert, int64 [E]."""
-    # `bincount` is not used, because it is not deterministic on a GPU, and it would make the host
-    # wait until the size of the result is known.
+    # `bincount` is not used, because it is not deterministic on a GPU. In addition, the host would
+    # have to wait until the size of the result is known.
     every_E = torch.arange(num_experts, device=experts_NK.device)
     return (experts_NK.flatten()[:, None] == every_E).sum(0)

@@ -6,8 +6,8 @@ Llama in:
 - an MLP with squared ReLU and without a gate;
 - a soft cap on the logits.
 
-Parameter names are those of Hugging Face's `NanoChatForCausalLM`. Shape letters are those of
-`llama.py`.
+Parameters have the same names as in Hugging Face's `NanoChatForCausalLM`. Shape letters are defined
+in `llama.py`.
 """
 
 from __future__ import annotations

@@ -54,8 +54,8 @@ class AttentionOptions(NamedTuple):
         softcap: soft cap c of the scores s, which become c tanh(s / c) before masking; None for no
             cap. Kernels that do not support a soft cap require None.
         sinks: attention sinks [H], in fp32 or a narrower dtype; None for no sinks. A sink is an
-            additional logit in the softmax of a head. It does not have a value vector (Xiao et al.
-            2023, arXiv 2309.17453; gpt-oss). Kernels that do not support sinks require None.
+            additional logit in the softmax of a head. It does not have a value vector. See Xiao et
+            al. 2023 (arXiv 2309.17453) and gpt-oss. Kernels that do not support sinks require None.
     """
 
     mask: Any = None
@@ -194,8 +194,8 @@ def plain_attention(
     q_BHTD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, options: AttentionOptions = CAUSAL
 ) -> Tensor:
     """Compute causal attention [B, H, T, D] with the plain formula (Vaswani et al. 2017, arXiv
-    1706.03762): two matrix products, with a softmax in fp32 between them. All T x S scores are in
-    memory at once.
+    1706.03762). It consists of a matrix product, a softmax in fp32 and a second matrix product. All
+    T x S scores are in memory at once.
 
     See `attention` for the arguments. Soft caps and sinks are supported.
     """
@@ -221,7 +221,7 @@ def plain_attention(
 
 def for_each_query_head(x_BKSD: Tensor, heads: int) -> Tensor:
     """Repeat the keys or values of grouped-query attention (Ainslie et al. 2023, arXiv 2305.13245)
-    for each query head, and return [B, H, S, D], where H is `heads`."""
+    for each query head. The result has the shape [B, H, S, D], where H is `heads`."""
     groups = heads // x_BKSD.shape[1]
     # Neighbouring query heads share a key-value head, as Hugging Face's weights require.
     return x_BKSD if groups == 1 else x_BKSD.repeat_interleave(groups, 1)
@@ -351,8 +351,8 @@ class HeadLoss(Protocol):
 
 
 def z_loss_sum(logits: Tensor, labels: Tensor) -> Tensor:
-    """Sum logsumexp(logits)^2 over the labels that are not -100, fp32 [] (z-loss; Chowdhery et al.
-    2022, PaLM, arXiv 2204.02311, section 5).
+    """Compute the z-loss (Chowdhery et al. 2022, PaLM, arXiv 2204.02311, section 5). This is the
+    sum of logsumexp(logits)^2 over all tokens whose label is not -100, fp32 [].
 
     The cross-entropy does not change if a constant is added to all logits of a token. The z-loss
     keeps this constant close to zero.

@@ -6,8 +6,8 @@ multiplied by a decay, and the value that it stores for the token's key is looke
 then updated by the difference between the token's value and the looked-up value (Yang et al. 2024,
 "Gated Delta Networks", arXiv 2412.06464). Every fourth layer has full attention, with a gate on its
 output. In Qwen3-Next, all layers have routed experts and a shared expert for every token. In
-Qwen3.5, they have an MLP. Parameter names are those of Hugging Face's `Qwen3NextForCausalLM` and
-`Qwen3_5ForCausalLM`.
+Qwen3.5, they have an MLP. Parameters have the same names as in Hugging Face's
+`Qwen3NextForCausalLM` and `Qwen3_5ForCausalLM`.
 
 Shape letters are defined in `models/ops.py` and `models/moe.py`. In layers with linear attention, G
 is the number of key heads, H the number of value heads, D the dimension of a key head, E the
@@ -272,9 +272,9 @@ class GatedDeltaNet(nn.Module):
         """Compute all linear projections of the layer's input [B, T, C].
 
         Returns:
-            The concatenated queries, keys and values of all heads, [B, T, X]; the gates of the
-            output, which have B x T x H x E elements; and two tensors [B, T, H], from which the
-            update strengths and the decays are computed.
+            Four tensors: the concatenated queries, keys and values of all heads, [B, T, X]; the
+            gates of the output, with B x T x H x E elements; and two tensors [B, T, H] from which
+            the update strengths and the decays are computed.
         """
         heads = (*x_BTC.shape[:2], self.key_heads, -1)
         q, k, v, z = torch.split(self.in_proj_qkvz(x_BTC).view(heads), self.head_sizes, -1)
@@ -371,9 +371,9 @@ class GatedDeltaNet(nn.Module):
 
 
 class Qwen35DeltaNet(GatedDeltaNet):
-    """Linear attention with four separate input matrices: one for queries, keys and values, one for
-    gates, one for update strengths, and one for decays. The rows of each matrix are in the order of
-    the heads."""
+    """Linear attention with four separate input matrices. One matrix computes queries, keys and
+    values, and the other three compute the gates, the update strengths and the decays. The rows of
+    each matrix are in the order of the heads."""
 
     def add_projections(self, hidden_size: int, value_heads: int) -> None:
         """See `GatedDeltaNet.add_projections`."""
@@ -432,10 +432,10 @@ def gated_delta_rule(
 ) -> tuple[Tensor, Tensor]:
     """Compute the gated delta rule in chunks (Yang et al. 2024, arXiv 2412.06464, section 3.3).
 
-    Each token replaces the state S [D, E] of a head with exp(g) S + beta k^T (v - k exp(g) S), and
-    its output is q S for the new state. Keys k are normalised to length 1, and queries q to length
-    1 / sqrt(D). The updates within a chunk form a triangular linear system, which is solved for all
-    tokens of the chunk at once.
+    For each token, the state S [D, E] of a head is replaced by exp(g) S + beta k^T (v - k exp(g)
+    S). The output of the token is q S, computed with the new state. Keys k are normalised to length
+    1, and queries q to length 1 / sqrt(D). The updates within a chunk form a triangular linear
+    system, which is solved for all tokens of the chunk at once.
 
     Args:
         q_BTHD, k_BTHD, v_BTHE: queries, keys and values.
@@ -467,8 +467,8 @@ def gated_delta_rule(
     seen = torch.ones(size, size, dtype=torch.bool, device=q.device).tril()
     if positions_BT is not None:
         # Documents are separated by masks with exact zeros. A very negative logarithm of the decay
-        # at the start of each document would also separate them, but the other terms would then be
-        # lost to rounding in the sums.
+        # at the start of each document would also separate the documents. However, the remaining
+        # terms of the sums would then be lost to rounding.
         same, reads, is_kept, passes = _document_masks(positions_BT, size)
         seen = seen & same
         from_start = from_start * reads

@@ -68,8 +68,8 @@ class LongRope(Section):
     """LongRoPE (Ding et al. 2024, arXiv 2402.13753).
 
     Each of the R/2 frequencies is divided by its own factor. The factors are the entries of
-    `long_factor` for sequences longer than the original context, and those of `short_factor`
-    otherwise.
+    `long_factor` for sequences longer than the original context, and the entries of `short_factor`
+    for all other sequences.
 
     cos and sin are multiplied by `attention_factor`. If it is null, they are multiplied by sqrt(1 +
     ln(factor) / ln(original context)). If `factor` is null, max_position_embeddings divided by the
@@ -174,12 +174,12 @@ def rope_frequencies(
         rope_theta: base of the frequencies.
         scaling: rescaling of the frequencies for longer sequences; None for no rescaling. For the
             kind "dynamic", the result applies to sequences within the model's context; see
-            `dynamic_frequencies` for longer ones.
+            `dynamic_frequencies` for longer sequences.
         is_long: True for a sequence longer than the original context. Used only for the kind
             "longrope".
     """
-    # The operations and their order are those of transformers, because a different order would
-    # change the last bits.
+    # The operations are the same as in transformers and are in the same order, because a different
+    # order would change the last bits.
     exponents = torch.arange(0, rotary_dim, 2, dtype=torch.int64).float() / rotary_dim
     if isinstance(scaling, LongRope):
         # All positions of a sequence must use the same divisors, because cached keys have already
@@ -244,8 +244,7 @@ def _yarn_frequencies(
         """Return the index of the pair of dimensions that completes `turns` rotations over the
         length of the original context."""
         context = scaling.original_max_position_embeddings
-        # This is the solution of turns = context / (2 pi theta^(2 i / R)) for i, the index of the
-        # pair.
+        # Solve turns = context / (2 pi theta^(2 i / R)) for the index i of the pair.
         logarithm = math.log(context / (turns * 2 * math.pi))
         return (rotary_dim * logarithm) / (2 * math.log(rope_theta))
 
@@ -286,8 +285,8 @@ def rope_magnitude(scaling: AnyRope | None, max_positions: int) -> float:
 
 
 def yarn_magnitude(factor: float, scale: float = 1.0) -> float:
-    """Return YaRN's factor for cos and sin, 0.1 scale ln(factor) + 1 (Peng et al. 2023, equation
-    22), or 1 if `factor` is at most 1."""
+    """Return YaRN's factor for cos and sin. It is 0.1 scale ln(factor) + 1 (Peng et al. 2023,
+    equation 22), or 1 if `factor` is at most 1."""
     return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1.0
 
 

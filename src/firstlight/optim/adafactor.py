@@ -34,11 +34,11 @@ class Adafactor(ForeachOptimizer):
     of its own. Steps are relative to the size of the parameter. The optimizer is equivalent to
     `transformers.Adafactor` with `relative_step=False` and `scale_parameter=True`.
 
-    The step and the weight decay are both scaled by `lr` times the root mean square of the
-    parameter. torch.optim.Adafactor has the same state but differs in three ways. Its weight decay
-    is `lr` times `weight_decay`, regardless of the size of the parameter. Its learning rate is at
-    most 1/sqrt(step). It clamps the mean of the squared gradients to at least 1.2e-7, although the
-    mean is smaller than that in large models.
+    The step and the weight decay are multiplied by `lr` and by the root mean square of the
+    parameter. torch.optim.Adafactor has the same state but differs from this class in three ways.
+    Its weight decay is `lr` times `weight_decay`, regardless of the size of the parameter. Its
+    learning rate is at most 1/sqrt(step). It clamps the mean of the squared gradients to at least
+    1.2e-7, although the mean is smaller than that in large models.
 
     Args:
         groups: torch's parameter groups. Within a group, either all parameters must have at least

@@ -6,8 +6,8 @@ other keys. `OptimizerConfig` inherits the keys of each optimizer from a separat
 `AdamWConfig`. The keys of AdamW and SGD, which torch provides, are defined in this module. Each of
 the other optimizers has a separate module with its keys and its `OptimizerSpec`.
 
-The module, name and shape of a parameter determine its role. A parameter is an embedding table, the
-head, a vector (norms and biases) or a matrix (all others, including stacked expert matrices).
+The module, name and shape of a parameter determine its role. The roles are embedding table, head,
+vector (norms and biases) and matrix (all other parameters, including stacked expert matrices).
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ from firstlight.optim.spec import (
 
 Role = Literal["embedding", "head", "matrix", "vector"]
 
-#: Mapping from each role to its title in the table that is printed at the start of a run, in the
-#: order of the table's rows.
+#: Titles of the roles in the table that is printed at the start of a run. The order is the order of
+#: the rows in the table.
 ROLES: dict[Role, str] = {
     "embedding": "embeddings",
     "head": "head",

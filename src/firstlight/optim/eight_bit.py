@@ -1,9 +1,9 @@
 """8-bit AdamW (Dettmers et al. 2022, arXiv 2110.02861) from bitsandbytes or torchao, and the
 conversion of its state to plain tensors.
 
-Both libraries store a moment as three tensors: codes (uint8, one per value), scales (fp32, one per
-block of 256 values) and a table that maps codes to values (fp32 [256], "qmap"). The names of the
-tensors differ:
+Both libraries store a moment as three tensors. The first contains codes (uint8, one per value), and
+the second contains scales (fp32, one per block of 256 values). The third, "qmap", is a table that
+maps codes to values (fp32 [256]). The libraries use different names for these tensors:
 
     torchao:        exp_avg.codes, exp_avg.scale, exp_avg.qmap; the same three for exp_avg_sq
     bitsandbytes:   state1, absmax1, qmap1; state2, absmax2, qmap2

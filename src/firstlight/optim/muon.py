@@ -48,9 +48,9 @@ _EPS = 1e-7
 #: contains a factor, and the coefficients a, b, c of each step x = a x + b (x x^T) x + c (x x^T)^2
 #: x. Before the first step, the matrix is divided by its norm times the factor. "jordan" is the
 #: same as in torch.optim.Muon. "polar_express" brings singular values closer to one. It is designed
-#: for initial singular values between 0.001 and 1, and each step uses the optimal odd polynomial
-#: for the singular values after the previous step. It is algorithm 1 of arXiv 2505.16932 with a
-#: cushion of 0.02 and a safety factor of 1.02 against bf16 rounding.
+#: for initial singular values between 0.001 and 1. In each step, it uses the odd polynomial that is
+#: optimal for the singular values after the previous step. It is algorithm 1 of arXiv 2505.16932
+#: with a cushion of 0.02 and a safety factor of 1.02 against bf16 rounding.
 COEFFICIENTS: dict[str, tuple[float, tuple[tuple[float, float, float], ...]]] = {
     "jordan": (1.0, 5 * ((3.4445, -4.7750, 2.0315),)),
     "polar_express": (
@@ -162,16 +162,16 @@ class Muon(torch.optim.Optimizer):
     the row. The update is then scaled to a root mean square of 0.2 lr.
 
     With several processes, each process orthogonalises some of the matrices. Results are
-    bit-identical to those of a single process. If all processes have the full gradients (DDP; see
-    `process`), each process sends its results to the other processes in bf16. If matrices are
+    bit-identical to the results of a single process. If all processes have the full gradients (DDP;
+    see `process`), each process sends its results to the other processes in bf16. If matrices are
     sharded (FSDP2, tensor parallelism), moments and weights stay sharded. Each process then
     receives, in bf16, the shards of the matrices that it orthogonalises, and sends back shards of
     the results.
 
     With `stacked`, and without several processes, small matrices of the same size and group are
     updated as one stack. On a GPU, launching the kernels for a small matrix takes longer than
-    running them, and a stack requires as many kernels as a single matrix. Results differ from those
-    of individual updates by bf16 rounding.
+    running them, and a stack requires as many kernels as a single matrix. Results differ from the
+    results of individual updates by bf16 rounding.
 
     Args:
         groups: torch's parameter groups, with parameters [..., F, C]. In a group with `transposed`,
@@ -310,9 +310,9 @@ class Muon(torch.optim.Optimizer):
                 direction = torch.empty_like(parameter, dtype=torch.bfloat16)
             received.append(direction)
         for owner, (parameter, group) in enumerate(part):
-            # The results are sent in a separate loop. In the first loop, each process would wait
-            # for the results of the processes before it, and the processes would not compute at the
-            # same time.
+            # The results are sent in a separate loop. If the results were sent in the first loop,
+            # each process would wait for the results of the processes before it, and the processes
+            # would not compute at the same time.
             torch.distributed.broadcast(received[owner], owner)
             factors = self._factors(received[owner], parameter, group)
             direction = received[owner] if factors is None else received[owner] * factors
@@ -483,8 +483,8 @@ def _muon_layout(parameter: Tensor, _: Any, group: Mapping[str, Any]) -> Layout:
         *stack, rows, columns = parameter.shape
         neurons = (1, columns) if group["transposed"] else (rows, 1)
         layout["second_moment"] = ((*stack, *neurons), torch.float32)
-    # The counter exists only with a momentum warm-up. Without a warm-up, the state equals that of
-    # torch.optim.Muon.
+    # The counter exists only with a momentum warm-up. Without a warm-up, the state is the same as
+    # in torch.optim.Muon.
     if group["warmup_steps"]:
         layout["step"] = ((), torch.float32)
     return layout

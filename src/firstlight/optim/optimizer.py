@@ -84,8 +84,8 @@ class MasterWeights:
             torch._foreach_copy_(rounded, [self._masters[name] for name in names])
 
     def take_gradients(self) -> None:
-        """Add the gradients of the parameters to those of the master weights, in fp32, and free the
-        gradients of the parameters."""
+        """Add the gradients of the parameters, in fp32, to the gradients of their master weights.
+        Then free the gradients of the parameters."""
         for name in self._low:
             self.take_gradient(name)
 
@@ -169,9 +169,9 @@ def make_optimizers(
 class Optimizer:
     """The torch optimizers that together update all trained parameters of a model.
 
-    Parameters that are stored in fewer than 32 bits (bf16) get fp32 master weights, which take 4
-    bytes per parameter in addition to the 2 bytes of the parameter itself. Optimizer state and
-    gradients then belong to the master weights.
+    Each parameter that is stored in fewer than 32 bits, such as a bf16 parameter, gets an fp32
+    master weight. Master weights take 4 bytes per value, in addition to the 2 bytes of the
+    parameter. Optimizer state and gradients then belong to the master weights.
 
     Args:
         model: model whose parameters with `requires_grad` are updated. The names of the optimizer
@@ -320,8 +320,9 @@ class Optimizer:
         """Divide the gradients by `grad_scale` and, if `clips` is True, clip their norm to
         `max_grad_norm`.
 
-        The results are equal to those of torch's `clip_grad_norm_`. With `reads_found_inf`, torch's
-        kernels divide and clip the gradients in `step`, which avoids reading the gradients twice.
+        The norm and the clipped gradients are the same as with torch's `clip_grad_norm_`. With
+        `reads_found_inf`, torch's kernels divide and clip the gradients in `step`, which avoids
+        reading the gradients twice.
 
         Args:
             grad_scale: factor by which the loss was multiplied.
@@ -342,8 +343,9 @@ class Optimizer:
                     "efficiency.optimizer_in_backward does not support scaled gradients: "
                     "set efficiency.precision to bf16 instead of fp16"
                 )
-            # A list is updated once all of its parameters have a gradient. If one of them did not
-            # receive a gradient, the list has not been updated yet, so it is updated now.
+            # A list is updated as soon as all of its parameters have a gradient. A list with a
+            # parameter that did not receive a gradient has not been updated yet, so it is updated
+            # now.
             for names in dict.fromkeys(self._list_of.values()):
                 if any(self._masters.updated[name].grad is not None for name in names):
                     self._update_list(names)

@@ -235,8 +235,8 @@ _DEFAULT_MINIMUM: Mapping[str, float | None] = {"wsd": 0.0, "inverse_sqrt": 0.0,
 #: Default `decay_fraction`, used if the length of the wsd decay is not set.
 _DECAY_FRACTION = 0.2
 
-#: For kinds whose learning rate does not depend on the number of steps, a run with a time budget
-#: decides its number of steps when this fraction of the steps remains.
+#: Fraction of the steps that remain when a run with a time budget decides its number of steps. It
+#: applies to kinds of schedules whose learning rate does not depend on the number of steps.
 _LAST_FRACTION = 0.02
 
 
@@ -362,8 +362,9 @@ class ScheduleConfig(Section):
             )
 
     def decides_length(self, step: int, warmup_steps: int, steps_left: int) -> bool:
-        """Return True if a run with a time budget must decide its number of steps now, because the
-        next learning rate depends on it or the run is about to end.
+        """Return True if a run with a time budget must decide its number of steps now. This is the
+        case if the next learning rate depends on the number of steps, or if the run is about to
+        end.
 
         Args:
             step: number of completed steps.
