@@ -363,23 +363,24 @@ def summarize(
         head: "seq_len", "micro_batch_size", "flops_per_token" and "machine" of the result.
 
     Returns:
-        A dict for each row with "name", "keys" (the row's changes), "huge_pages", "status"
-        ("measured", "skipped", "failed" or "waiting") and "reason" (for the status). A measured row
-        also has:
+        A dict for each row. It contains "name", "huge_pages", "keys" (the changes of the row),
+        "status" ("measured", "skipped", "failed" or "waiting") and the "reason" for the status. The
+        dict of a measured row also contains:
 
-        - "micro_batch_size" and "gradient_accumulation_steps" per process, and "processes", the
-          number of processes
-        - "samples_per_second": sequences per second of all processes together, the median over all
-          timed steps; "samples_per_second_min" and "samples_per_second_max", the lowest and highest
-          values; and "tokens_per_second"
+        - "processes": number of processes; "micro_batch_size" and "gradient_accumulation_steps" are
+          values per process
+        - "samples_per_second": total number of sequences per second in all processes, as the median
+          over all timed steps; "samples_per_second_min" and "samples_per_second_max" are the lowest
+          and highest values. "tokens_per_second" is the corresponding number of tokens
         - "mfu": FLOP/s per device as a fraction of the machine's "matmul_flops"
-        - "peak_bytes": peak memory of the process that uses the most memory, the median over the
+        - "peak_bytes": peak memory of the process that uses the most memory, as the median over the
           turns
-        - "speed_ratio" and "memory_ratio": speed and memory relative to the first row; and
-          "ratio_to_previous": speed relative to the previous measured row. These are None if the
-          first row is not measured.
-        - "final_loss", the median over the turns; "first_step_seconds" of the first turn; and
-          "runs"
+        - "speed_ratio" and "memory_ratio": speed and memory relative to the first row.
+          "ratio_to_previous" is the speed relative to the previous measured row. All three are None
+          if the first row is not measured
+        - "final_loss": final loss, as the median over the turns
+        - "first_step_seconds": duration of the first step in the first turn
+        - "runs": results of all turns
     """
     result = [_summary(row, outcome, head) for row, outcome in rows]
     if not result or result[0]["status"] != "measured":

@@ -70,14 +70,16 @@ class LoraConfig(Section):
     dropout: float = Field(0.0, ge=0, lt=1)
     """dropout probability for the input of the low-rank matrices during training."""
     targets: Literal["all-linear"] | Annotated[list[_Target], Field(min_length=1)] = "all-linear"
-    """layers to adapt, by the last parts of their names (`q_proj`, `mlp.c_proj`, `embed_tokens`,
-    `lm_head`), or "all-linear": every linear layer except the head, as in PEFT."""
+    """layers to adapt, specified by the last parts of their names (`q_proj`, `mlp.c_proj`,
+    `embed_tokens`, `lm_head`). "all-linear" adapts every linear layer except the head, as in
+    PEFT."""
     modules_to_save: list[_Target] = Field(default=[])
-    """modules to train in full and save with the adapter, by the last parts of their names
-    (`embed_tokens`, `lm_head`, `norm`)."""
+    """modules to train in full and save with the adapter, specified by the last parts of their
+    names (`embed_tokens`, `lm_head`, `norm`)."""
     trainable_token_indices: TokenIds | dict[str, TokenIds] = Field(default=[])
-    """ids of the tokens whose embedding rows are trained (and shared with a tied head), or separate
-    lists for the embedding and the head: `{embed_tokens: [5], lm_head: [5]}`."""
+    """ids of the tokens whose rows of the embedding are trained. A tied head shares these rows.
+    Separate lists can be given for the embedding and the head: `{embed_tokens: [5], lm_head:
+    [5]}`."""
     ensure_weight_tying: bool = False
     """true keeps a tied head tied to the embedding if `targets` or `modules_to_save` contain the
     head or the embedding; false unties the head, as PEFT does by default."""

@@ -57,15 +57,15 @@ def resolve_attention(
     documents: bool,
     compiles: bool,
 ) -> str:
-    """Return the attention backend. "auto" is resolved to "sdpa", for which torch selects a kernel,
-    except in these cases:
+    """Return the attention backend. "auto" becomes "sdpa", where torch selects the kernel, except
+    in these cases:
 
-    - models that torch's fused kernels do not support (see `able_backends`): "flex" on CUDA if it
-      supports the model, the model does not have sinks, and `compiles` is True; otherwise
-      "blockwise";
-    - rows masked by document on CUDA, if there is no dropout and `compiles` is True: "flex", which
-      does not store the mask;
-    - CPUs: "blockwise" if `takes_blockwise` returns True.
+    - If torch's fused kernels do not support the model (see `able_backends`), "auto" becomes
+      "blockwise". On CUDA, it becomes "flex" if "flex" supports the model, the model does not have
+      sinks, and `compiles` is True.
+    - If rows are masked by document on CUDA, there is no dropout, and `compiles` is True, "auto"
+      becomes "flex", which does not store the mask.
+    - On a CPU, "auto" becomes "blockwise" if `takes_blockwise` returns True.
 
     Args:
         config: the recipe's `efficiency` section.

@@ -17,8 +17,8 @@ ActivationCheckpointing = Literal["none", "full", "selective", "budget"]
 
 
 class LossConfig(Section):
-    """The `loss` section of a recipe: additional terms of the training loss besides the
-    cross-entropy."""
+    """The `loss` section of a recipe, which configures terms of the training loss in addition to
+    the cross-entropy."""
 
     z_loss_coef: float = Field(0.0, ge=0)
     """coefficient of the z-loss, the squared logarithm of the softmax denominator of each token
@@ -27,28 +27,28 @@ class LossConfig(Section):
 
 
 class EfficiencyConfig(Section):
-    """The `efficiency` section of a recipe: methods that change how a step is computed, but not its
-    result. Each key is one method, and most methods can be combined."""
+    """The `efficiency` section of a recipe, which selects methods that change how a step is
+    computed, but not its result. Each key is one method, and most methods can be combined."""
 
     precision: Precision = "auto"
-    """number format of the computation. "auto" is bf16 if matrix products are faster in bf16 than
-    in fp32, fp16 on GPUs whose tensor cores support only fp16 (V100, T4), and fp32 otherwise.
-    "tf32" rounds the inputs of fp32 matrix products to 10 bits on GPUs that support it. "bf16" is
-    autocast: matrix products are computed in bf16, while parameters, moments and the loss stay in
-    fp32. "bf16_params" stores the model's parameters in bf16, and fp32 master weights in the
-    optimizer. "fp16" is autocast with dynamic loss scaling. "fp8" is bf16, except that the matrix
-    products of linear layers with at least 4 million weights are computed in fp8 (torchao; GPUs
-    with compute capability 8.9 or higher). Experts stay in bf16."""
+    """number format of the computation. "auto" selects bf16 if matrix products are faster in bf16
+    than in fp32, fp16 on GPUs whose tensor cores support only fp16 (V100, T4), and fp32 in all
+    other cases. "tf32" rounds the inputs of fp32 matrix products to 10 bits on GPUs that support
+    it. "bf16" is autocast: matrix products are computed in bf16, while parameters, moments and the
+    loss stay in fp32. "bf16_params" stores the model's parameters in bf16, and fp32 master weights
+    in the optimizer. "fp16" is autocast with dynamic loss scaling. "fp8" is the same as "bf16",
+    except that the matrix products of linear layers with at least 4 million weights are computed in
+    fp8 (torchao; GPUs with compute capability 8.9 or higher). Experts stay in bf16."""
     bf16_residual: bool = False
     """keep the residual stream, to which each layer adds its output, in bf16 instead of fp32. This
     is faster, and activations take less memory. Norms are still computed in fp32. Requires
     precision "bf16" or "fp8"."""
     matmul_precision: MatmulPrecision | None = None
     """value of torch.set_float32_matmul_precision during training steps, for products of fp32
-    tensors (precision "fp32" or "tf32"): "highest" computes them in fp32; "high" is precision
-    "tf32"; "medium" rounds their inputs to bf16 if products are faster in bf16 (on CPUs; on NVIDIA
-    GPUs, "medium" has the same effect as "high"). null is "high" with precision "tf32", otherwise
-    torch's setting, which is "highest"."""
+    tensors (precision "fp32" or "tf32"). "highest" computes the products in fp32. "high" has the
+    same effect as precision "tf32". On CPUs, "medium" rounds the inputs to bf16 if products are
+    faster in bf16; on NVIDIA GPUs, it has the same effect as "high". null uses "high" with
+    precision "tf32", and otherwise torch's setting, which is "highest"."""
     attention: Attention = "auto"
     """backend of attention. "auto" is the fastest backend for the available hardware. "sdpa" is
     torch's fused attention, for which torch chooses the kernel; "flash", "efficient", "cudnn" and
@@ -63,16 +63,16 @@ class EfficiencyConfig(Section):
     torch.compile selects which activations to store, so that they fit into
     `activation_memory_budget`."""
     activation_memory_budget: float = Field(0.5, ge=0, le=1)
-    """with "budget", stored activations can take up to this fraction of the memory of all
-    activations: 1 stores all of them, 0 is like "full"."""
+    """maximum memory of the stored activations with "budget", as a fraction of the memory of all
+    activations. 1 stores all activations, and 0 has the same effect as "full"."""
     activation_offload: bool = False
     """store activations for the backward pass in CPU memory instead of GPU memory. This has no
     effect on a CPU."""
     loss_chunk_tokens: int | None = Field(None, ge=0)
     """number of tokens for which the head and the cross-entropy are computed at a time, so that the
-    logits of all tokens are never in memory together; 0 computes all tokens at once. null is 512 in
-    fp32 on a CPU with a vocabulary of at least 16,384 tokens, where this takes no additional time,
-    and 0 otherwise."""
+    logits of all tokens are never in memory together. 0 computes all tokens at once. null uses 512
+    on a CPU in fp32 with a vocabulary of at least 16,384 tokens, where this takes no additional
+    time, and 0 in all other cases."""
     optimizer_in_backward: bool = False
     """update each parameter as soon as its gradient is available, and then free the gradient. On a
     GPU, groups of parameters with up to 8 million values are updated together. Requires one
@@ -81,9 +81,9 @@ class EfficiencyConfig(Section):
     """interval, in steps, at which the GPU's unused cached memory is released; 0 never releases
     it."""
     vocab_multiple: int = Field(1, ge=1)
-    """the number of rows of the embedding and the head is rounded up to a multiple of this number
-    (64 is suitable for tensor cores); 1 adds no rows. Rows beyond the vocabulary do not produce
-    logits and are not exported."""
+    """the embedding and the head are padded so that their number of rows is a multiple of this
+    number. 64 is suitable for tensor cores, and 1 adds no rows. Rows beyond the vocabulary do not
+    produce logits and are not exported."""
     compile: bool | Literal["auto"] = "auto"
     """compile the forward and backward pass of the training step with torch.compile, which reduces
     memory accesses and memory use. Compilation at the start of a run takes from a few seconds to a

@@ -101,7 +101,7 @@ class GPT2Config(FamilyConfig):
     hidden_size: int = Field(768, gt=0)
     """width of the residual stream."""
     intermediate_size: int = Field(0, ge=0)
-    """inner width of the MLP; 0 is 4 * hidden_size."""
+    """inner width of the MLP; 0 uses 4 * hidden_size."""
     num_hidden_layers: int = Field(12, gt=0, le=10_000)
     """number of layers."""
     num_attention_heads: int = Field(12, gt=0)

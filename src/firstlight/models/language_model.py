@@ -38,11 +38,11 @@ class InitConfig(Section):
     c_proj): "scaled" multiplies their standard deviation by 1/sqrt(2 layers); "zero" sets them to
     zero, so that each layer starts as the identity."""
     embedding_std: float | None = Field(None, gt=0, le=10)
-    """standard deviation of the token embedding, and of a head tied to it; null is
+    """standard deviation of the token embedding, and of a head that is tied to it; null uses
     model.initializer_range."""
     head_std: float | None = Field(None, gt=0, le=10)
-    """standard deviation of an untied head; null is model.initializer_range. With a small value, a
-    new model predicts almost equal probabilities."""
+    """standard deviation of an untied head; null uses model.initializer_range. With a small value,
+    a new model predicts almost equal probabilities for all tokens."""
 
 
 class LanguageModel(nn.Module):
@@ -285,8 +285,8 @@ def token_positions(
 
     Returns:
         - position of each token in its document, int64 [T] or [B, T];
-        - position of each token in the cache or, without a cache, in the sequence, int64 [T] or [B,
-          T];
+        - position of each token in the cache, int64 [T] or [B, T]; without a cache, this is its
+          position in the sequence;
         - the number of keys that attention reads, S.
     """
     T = total = input_ids.shape[1]

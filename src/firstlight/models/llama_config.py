@@ -37,7 +37,7 @@ class DecoderConfig(FamilyConfig):
     hidden_size: int = Field(256, gt=0)
     """width of the residual stream."""
     intermediate_size: int = Field(0, ge=0)
-    """inner width of the MLP; 0 is 8/3 * hidden_size, rounded up to a multiple of 32 (4 *
+    """inner width of the MLP; 0 uses 8/3 * hidden_size, rounded up to a multiple of 32 (4 *
     hidden_size in gpt_neox and nanochat). In models with experts, it applies to layers without
     experts."""
     num_hidden_layers: int = Field(4, gt=0, le=MOST_LAYERS)
@@ -45,11 +45,11 @@ class DecoderConfig(FamilyConfig):
     num_attention_heads: int = Field(4, gt=0)
     """number of query heads."""
     num_key_value_heads: int = Field(0, ge=0)
-    """number of key and value heads; 0 is num_attention_heads."""
+    """number of key and value heads; 0 uses num_attention_heads."""
     head_dim: int = Field(0, ge=0)
-    """number of dimensions per head, an even number; 0 is hidden_size / num_attention_heads. If it
-    is set, hidden_size does not need to be a multiple of num_attention_heads (except in llama,
-    arcee, gemma2, gemma3_text, stablelm)."""
+    """number of dimensions per head, an even number; 0 uses hidden_size / num_attention_heads. If
+    head_dim is set, hidden_size does not need to be a multiple of num_attention_heads (except in
+    llama, arcee, gemma2, gemma3_text, stablelm)."""
     max_position_embeddings: int = Field(1024, gt=0)
     """maximum sequence length in tokens."""
     rms_norm_eps: float = Field(1e-5, gt=0)
@@ -58,18 +58,19 @@ class DecoderConfig(FamilyConfig):
     rope_theta: float = Field(10_000.0, gt=0)
     """base of the rotary frequencies."""
     rope_scaling: RopeScaling | None = None
-    """rescaling of the rotary frequencies: null (none), {rope_type: linear, factor}, {rope_type:
-    llama3, factor, low_freq_factor, high_freq_factor, original_max_position_embeddings},
-    {rope_type: dynamic, factor}, {rope_type: yarn, factor, original_max_position_embeddings} or
-    {rope_type: longrope, short_factor, long_factor, original_max_position_embeddings}."""
+    """rescaling of the rotary frequencies: null (no rescaling), {rope_type: linear, factor},
+    {rope_type: llama3, factor, low_freq_factor, high_freq_factor,
+    original_max_position_embeddings}, {rope_type: dynamic, factor}, {rope_type: yarn, factor,
+    original_max_position_embeddings} or {rope_type: longrope, short_factor, long_factor,
+    original_max_position_embeddings}."""
     attention_bias: bool = False
     """biases on the attention projections (except the output projection in glm4 and stablelm)."""
     mlp_bias: bool = False
     """biases on the projections of the MLP (llama, granite, smollm3, arcee)."""
     sliding_window: int | None = Field(None, gt=0)
     """size of the sliding window: the number of tokens that a token attends to, including itself;
-    null is all earlier tokens (a window is not supported in llama, granite, olmo2, arcee, glm4,
-    stablelm, gpt_neox)."""
+    with null, a token attends to all earlier tokens. llama, granite, olmo2, arcee, glm4, stablelm
+    and gpt_neox do not support a window."""
     max_window_layers: int = Field(0, ge=0)
     """number of initial layers without the sliding window (qwen2, qwen3)."""
     tie_word_embeddings: bool = False
@@ -79,7 +80,7 @@ class DecoderConfig(FamilyConfig):
     embedding_multiplier: float = Field(1.0, gt=0)
     """factor applied to the embeddings (granite)."""
     attention_multiplier: float | None = Field(None, gt=0)
-    """factor applied to attention scores; null is 1 / sqrt(head_dim) (granite)."""
+    """factor applied to attention scores; null uses 1 / sqrt(head_dim) (granite)."""
     residual_multiplier: float = Field(1.0, gt=0)
     """factor applied to the outputs of attention and of the MLP before they are added to the
     residual stream (granite)."""
@@ -87,26 +88,27 @@ class DecoderConfig(FamilyConfig):
     """divisor of the logits (granite)."""
 
     layer_types: list[LayerType] | None = None
-    """"full_attention" or "sliding_attention" (with the window) for each layer. null is the
-    family's default: full attention in every second layer in gemma2, every fourth in olmo3 and
-    every sixth in gemma3_text; the window in layers without rotary positions in smollm3, and in all
-    layers after the first max_window_layers in qwen2 and qwen3."""
+    """list with "full_attention" or "sliding_attention" for each layer. null uses the default of
+    the family. In gemma2, olmo3 and gemma3_text, every second, fourth and sixth layer has full
+    attention. In smollm3, layers without rotary positions have the sliding window. In qwen2 and
+    qwen3, all layers after the first max_window_layers have it."""
     no_rope_layers: list[int] | None = None
-    """1 for each layer with rotary positions, 0 for each layer without; null is 0 for every fourth
-    layer (smollm3)."""
+    """list with a 1 for each layer with rotary positions and a 0 for each layer without them; with
+    null, every fourth layer has no rotary positions (smollm3)."""
     partial_rotary_factor: float | None = Field(None, gt=0, le=1)
-    """rotated fraction of each head; null is 1 in phi3, 0.5 in glm4, 0.25 in stablelm and
-    gpt_neox."""
+    """fraction of each head that is rotated; null uses 1 in phi3, 0.5 in glm4, and 0.25 in stablelm
+    and gpt_neox."""
     rope_local_base_freq: float | None = Field(None, gt=0)
-    """base of the rotary frequencies in layers with a sliding window (olmo3, gemma3_text); null is
-    rope_theta."""
+    """base of the rotary frequencies in layers with a sliding window (olmo3, gemma3_text); null
+    uses rope_theta."""
     query_pre_attn_scalar: int | None = Field(None, gt=0)
-    """attention scores are divided by the square root of this number; null is head_dim (gemma2,
+    """number by whose square root attention scores are divided; null uses head_dim (gemma2,
     gemma3_text)."""
     attn_logit_softcapping: float | None = Field(None, gt=0)
-    """soft cap c of the attention scores s, which become c tanh(s / c); null is no cap (gemma2)."""
+    """soft cap c of the attention scores s, which become c tanh(s / c); null disables the cap
+    (gemma2)."""
     final_logit_softcapping: float | None = Field(None, gt=0)
-    """soft cap c of the logits z, which become c tanh(z / c); null is no cap (gemma2,
+    """soft cap c of the logits z, which become c tanh(z / c); null disables the cap (gemma2,
     gemma3_text)."""
     qk_layernorm: bool = False
     """normalise each query and key head with a separate LayerNorm (stablelm)."""
@@ -346,8 +348,8 @@ class LlamaConfig(DecoderConfig):
     has_pipeline = True
 
     model_type: DenseType = "llama"
-    """the family: one of llama, mistral, qwen2, qwen3, granite, smollm3, phi3, olmo2, olmo3, arcee,
-    glm4, gemma2, gemma3_text, stablelm."""
+    """the model family: one of llama, mistral, qwen2, qwen3, granite, smollm3, phi3, olmo2, olmo3,
+    arcee, glm4, gemma2, gemma3_text, stablelm."""
 
 
 # Read and write config.json, in the formats of transformers 4 and 5

@@ -82,14 +82,14 @@ class MoEConfig(DecoderConfig):
     num_experts_per_tok: int = Field(2, gt=0)
     """number of experts per token."""
     moe_intermediate_size: int = Field(0, ge=0)
-    """inner width of an expert; 0 is intermediate_size."""
+    """inner width of an expert; 0 uses intermediate_size."""
     norm_topk_prob: bool = True
     """normalise each token's routing weights to sum to 1 (always true in mixtral)."""
     router_aux_loss_coef: float = Field(0.01, ge=0)
     """weight of the load-balancing loss during training (Fedus et al. 2021, arXiv 2101.03961)."""
     decoder_sparse_step: int = Field(1, gt=0)
-    """interval n between layers with experts: layers n, 2n, ..., counted from 1, have experts (not
-    in mixtral)."""
+    """interval n between layers with experts. The layers n, 2n, 3n and so on, counted from 1, have
+    experts (not in mixtral)."""
     mlp_only_layers: list[int] = Field([])
     """indices of layers without experts, counted from 0 (not in mixtral)."""
 

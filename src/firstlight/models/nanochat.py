@@ -48,7 +48,7 @@ class NanoChatConfig(LlamaConfig):
     model_type: Literal["nanochat"] = "nanochat"
     """"nanochat"."""
     final_logit_softcapping: float | None = Field(15.0, gt=0)
-    """soft cap c of the logits z, which become c tanh(z / c); null is no cap."""
+    """soft cap c of the logits z, which become c tanh(z / c); null disables the cap."""
 
     @classmethod
     def usual_width(cls, hidden_size: int) -> int:

@@ -60,8 +60,9 @@ class DeltaConfig(DecoderConfig):
     """Config keys of the families that use linear attention with a gated delta rule."""
 
     layer_types: list[Literal["full_attention", "linear_attention"]] | None = None  # type: ignore[assignment]
-    """"full_attention" or "linear_attention" (gated delta rule) for each layer; null is full
-    attention in every fourth layer, or in the last layer of a model with fewer than four layers."""
+    """list with "full_attention" or "linear_attention" (gated delta rule) for each layer. With
+    null, every fourth layer has full attention. In a model with fewer than four layers, the last
+    layer has full attention."""
     linear_conv_kernel_dim: int = Field(4, gt=0, le=1024)
     """width of the causal convolution in layers with linear attention, in tokens."""
     linear_key_head_dim: int = Field(32, gt=0)
@@ -183,7 +184,7 @@ class Qwen3NextConfig(DeltaConfig, MoEConfig):
     model_type: Literal["qwen3_next"] = "qwen3_next"  # type: ignore[assignment]
     """"qwen3_next"."""
     shared_expert_intermediate_size: int = Field(0, ge=0)
-    """inner width of the shared expert, which is applied to every token; 0 is
+    """inner width of the shared expert, which is applied to every token; 0 uses
     moe_intermediate_size."""
 
     @classmethod

@@ -159,10 +159,10 @@ class AdafactorConfig(OptimizerKeys):
     adafactor_beta2_decay: float = Field(-0.8, le=0)
     """exponent in the decay rate of Adafactor's second moment, 1 - step ** exponent; at most 0."""
     adafactor_variant: AdafactorVariant = "auto"
-    """variant of Adafactor. "paper": like the steps, weight decay is relative to the root mean
-    square of the parameter, and the learning rate is that of the schedule (as in transformers'
-    Adafactor with relative_step=False). "torch": torch.optim.Adafactor, in which weight decay is
-    learning_rate times weight_decay for every parameter (1e-3 per step with 1e-2 and 0.1), and the
+    """variant of Adafactor. With "paper", steps and weight decay are relative to the root mean
+    square of the parameter, and the learning rate follows the schedule (as in transformers'
+    Adafactor with relative_step=False). "torch" uses torch.optim.Adafactor. Its weight decay is
+    learning_rate times weight_decay for every parameter (1e-3 per step with 1e-2 and 0.1), and its
     learning rate is at most 1/sqrt(step). "auto" is "paper", except for resumed runs that were
     started with an older version, which use "torch"."""
 

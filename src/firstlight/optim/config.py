@@ -197,8 +197,8 @@ else:
 class OptimizerConfig(AdafactorConfig, SGDConfig, MuonConfig, AdamWConfig, EightBitConfig):
     """The `optimizer` section of a recipe.
 
-    The bytes of state per parameter that `name` lists do not include the fp32 parameter (4 bytes)
-    and its gradient (4 bytes).
+    The numbers of bytes of state per parameter in the description of `name` do not include the fp32
+    parameter (4 bytes) and its gradient (4 bytes).
     """
 
     name: OptimizerName = "adamw"
@@ -207,49 +207,51 @@ class OptimizerConfig(AdafactorConfig, SGDConfig, MuonConfig, AdamWConfig, Eight
     the initial weights (docs/learning.md). "adamw8bit": AdamW with both moments in 8 bits and one
     scale for every 256 values (Dettmers et al. 2022), 2.03 bytes. The loss is nearly the same. Each
     update unpacks and packs the moments, which on a CPU takes at least ten times as long as AdamW's
-    update. "paged_adamw8bit": the same, with the moments in managed memory, which CUDA moves to the
-    CPU while GPU memory is full (bitsandbytes; CUDA only). Moving memory takes time. "adafactor"
-    (Shazeer and Stern 2018): no first moment, and only one row and one column of second moments per
-    matrix, almost 0 bytes. The steps are relative to the root mean square of a parameter, so
-    Adafactor needs a different learning_rate, about 1e-2. "muon" (Jordan et al. 2024): Muon for the
-    matrices and stacked experts in the layers (4 bytes), and AdamW for embeddings, head and norms
-    (8 bytes). Each update takes 15 additional matrix products per matrix, but fewer steps are
-    needed. "sgd": momentum only, 4 bytes, or 0 bytes with sgd_momentum 0. SGD has the cheapest
-    update, but trains a Transformer slowly. "lion" (Chen et al. 2023): one moment, 4 bytes. Every
-    value moves by the learning rate against the sign of its averaged gradient, so Lion needs a
-    third to a tenth of AdamW's learning_rate, three to ten times its weight_decay, and betas [0.9,
-    0.99]."""
+    update. "paged_adamw8bit": the same as "adamw8bit", but the moments are in managed memory, which
+    CUDA moves to the CPU while GPU memory is full (bitsandbytes; CUDA only). Moving memory takes
+    time. "adafactor" (Shazeer and Stern 2018): no first moment, and only one row and one column of
+    second moments per matrix, almost 0 bytes. The steps are relative to the root mean square of a
+    parameter, so Adafactor needs a different learning_rate, about 1e-2. "muon" (Jordan et al.
+    2024): Muon updates the matrices and stacked experts in the layers (4 bytes), and AdamW updates
+    embeddings, head and norms (8 bytes). Each update takes 15 additional matrix products per
+    matrix, but training needs fewer steps. "sgd": momentum only, 4 bytes, or 0 bytes with
+    sgd_momentum
+    0. SGD has the cheapest update, but trains a Transformer slowly. "lion" (Chen et al. 2023): one
+       moment, 4 bytes. Every value moves by the learning rate in the direction opposite to the sign
+       of its averaged gradient. Therefore, Lion needs a third to a tenth of AdamW's learning_rate,
+       three to ten times its weight_decay, and betas [0.9, 0.99]."""
     weight_decay: float = Field(0.1, ge=0)
     """weight decay of matrices, and of the embeddings and the head unless these are set separately.
     Weight decay is decoupled, except for SGD, which adds it to the gradient. With Adafactor, it can
     be relative to the size of the parameter (see adafactor_variant)."""
     cautious_weight_decay: bool = False
     """true applies weight decay to a value only in steps whose update also moves the value towards
-    zero (Chen et al. 2025, arXiv 2510.12402); for adamw, lion and muon. This needs memory for a
-    temporary copy of one parameter, or three copies with AdamW."""
+    zero (Chen et al. 2025, arXiv 2510.12402). This is supported for adamw, lion and muon. It needs
+    memory for a temporary copy of one parameter, or for three copies with AdamW."""
     embedding_weight_decay: float | None = Field(None, ge=0)
-    """weight decay of token and position embeddings, and of a head that is tied to them; null is
-    `weight_decay`. 0 preserves the rows of rare tokens: weight decay shrinks a row in every step,
-    whereas a row has a gradient only in steps whose batch contains its token."""
+    """weight decay of token and position embeddings, and of a head that is tied to them; null uses
+    `weight_decay`. 0 preserves the embeddings of rare tokens. Weight decay shrinks each row of the
+    embedding in every step, but a row receives a gradient only in steps whose batch contains its
+    token."""
     head_weight_decay: float | None = Field(None, ge=0)
-    """weight decay of a head that is not tied to the embedding; null is `weight_decay`."""
+    """weight decay of a head that is not tied to the embedding; null uses `weight_decay`."""
     vector_weight_decay: float = Field(0.0, ge=0)
     """weight decay of norms and biases."""
     embedding_lr_multiple: float = Field(1.0, gt=0)
     """peak learning rate of embeddings (and of a head that is tied to them) as a multiple of
-    `learning_rate`. Because it is a multiple, it changes with learning_rate in a plan or a
-    sweep."""
+    `learning_rate`. If a plan or a sweep changes learning_rate, the peak learning rate of
+    embeddings changes by the same factor."""
     head_lr_multiple: float = Field(1.0, gt=0)
     """peak learning rate of a head that is not tied to the embedding, as a multiple of
     `learning_rate`."""
     vector_lr_multiple: float = Field(1.0, gt=0)
     """peak learning rate of norms and biases as a multiple of `learning_rate`."""
     embedding_betas: list[float] | None = Field(None, min_length=2, max_length=2)
-    """betas of embeddings (and of a head that is tied to them); null is `betas`."""
+    """betas of embeddings (and of a head that is tied to them); null uses `betas`."""
     head_betas: list[float] | None = Field(None, min_length=2, max_length=2)
-    """betas of a head that is not tied to the embedding; null is `betas`."""
+    """betas of a head that is not tied to the embedding; null uses `betas`."""
     vector_betas: list[float] | None = Field(None, min_length=2, max_length=2)
-    """betas of norms and biases; null is `betas`."""
+    """betas of norms and biases; null uses `betas`."""
     tuned_width: int | None = Field(None, gt=0)
     """hidden_size of the model for which the learning rates were tuned. For a model with a
     different hidden_size, let r = tuned_width / hidden_size. With AdamW and Lion, the learning

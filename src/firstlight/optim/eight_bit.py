@@ -225,16 +225,16 @@ class EightBitConfig(OptimizerKeys):
     eight_bit_library: EightBitLibrary = "auto"
     """library of the 8-bit AdamW: "bitsandbytes" has precompiled kernels and starts immediately;
     "torchao" compiles its update in the first step, which takes tens of seconds on a CPU. "auto" is
-    bitsandbytes if it is installed, otherwise torchao. The moments of tensors with fewer than 4096
-    values stay in 32 bits, as do those of embeddings (see embeddings_in_32_bits). Neither library
-    can read the state of the other library."""
+    bitsandbytes if it is installed, otherwise torchao. Tensors with fewer than 4096 values and
+    embeddings (see embeddings_in_32_bits) have 32-bit moments. Neither library can read the state
+    of the other library."""
     embeddings_in_32_bits: bool | None = None
     """true, with an 8-bit optimizer, updates token and position embeddings (and a head that is tied
     to them) with torch's AdamW and fp32 moments, as Dettmers et al. 2022 recommend. This takes 8
     bytes per embedding parameter; paged_adamw8bit does not page these moments. null is true with
-    8-bit optimizers. false saves 6 bytes per embedding parameter, but rows then share scales with
-    other rows unless hidden_size is a multiple of 256. In a test with bitsandbytes on a GPU, this
-    moved the rows of rare tokens ten times too far."""
+    8-bit optimizers. false saves 6 bytes per embedding parameter, but then, unless hidden_size is a
+    multiple of 256, several rows share a scale. In a test with bitsandbytes on a GPU, this moved
+    the rows of rare tokens ten times too far."""
 
     @model_validator(mode="after")
     def _check_library(self) -> EightBitConfig:

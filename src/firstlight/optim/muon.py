@@ -435,9 +435,9 @@ class MuonConfig(OptimizerKeys):
     """Keys of Muon."""
 
     muon_learning_rate: float | None = Field(None, gt=0)
-    """peak learning rate of Muon; null is `learning_rate`. Muon's updates are scaled by 0.2
-    sqrt(larger side) to the size of AdamW's updates (Liu et al. 2025), so the same learning rate
-    can be used for both."""
+    """peak learning rate of Muon; null uses `learning_rate`. Muon's updates are scaled by 0.2
+    sqrt(larger side) to the size of AdamW's updates (Liu et al. 2025), so Muon and AdamW can use
+    the same learning rate."""
     muon_momentum: float = Field(0.95, ge=0, lt=1)
     """momentum of Muon."""
     muon_momentum_warmup_steps: int = Field(0, ge=0)
@@ -447,14 +447,14 @@ class MuonConfig(OptimizerKeys):
     muon_first_momentum: float = Field(0.85, ge=0, lt=1)
     """Muon's momentum in the first step of a momentum warm-up."""
     muon_coefficients: MuonCoefficients = "jordan"
-    """coefficients of Muon's five Newton-Schulz steps: "jordan" (Jordan et al. 2024; the resulting
-    singular values are between 0.7 and 1.2) or "polar_express" (Amsel et al. 2025, arXiv
-    2505.16932; the resulting singular values are closer to 1), at the same cost."""
+    """coefficients of Muon's five Newton-Schulz steps. "jordan" (Jordan et al. 2024) results in
+    singular values between 0.7 and 1.2. "polar_express" (Amsel et al. 2025, arXiv 2505.16932)
+    results in singular values closer to 1, at the same cost."""
     muon_beta2: float | None = Field(None, ge=0, lt=1)
     """decay rate of NorMuon's second moment (Li et al. 2025, arXiv 2510.05491). Each row of Muon's
-    update is divided by the square root of a moving average of its mean square, so that no neuron
-    moves much more than the others. The second moment takes 4 bytes of state per row. null is plain
-    Muon; the paper uses 0.95."""
+    update is divided by the square root of a moving average of its mean square, so that all neurons
+    move by similar amounts. The second moment takes 4 bytes of state per row. null uses plain Muon;
+    the paper uses 0.95."""
 
 
 def _muon(groups: Groups, config: Any) -> Muon:

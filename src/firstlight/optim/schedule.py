@@ -248,23 +248,24 @@ class ScheduleConfig(Section):
     "wsd" (warm-up, stable, decay) stays at the peak and decays in the last part of the run;
     "constant" stays at the peak; "inverse_sqrt" falls as 1/sqrt(step) for any length of run."""
     max_steps: int | None = Field(None, ge=0)
-    """number of optimizer steps of the run; null is one epoch of the training split; 0 evaluates
-    and saves the unchanged model."""
+    """number of optimizer steps of the run; null trains for one epoch of the training split; 0
+    evaluates and saves the unchanged model."""
     epochs: float | None = Field(None, gt=0)
     """number of passes over the training split, instead of max_steps; can be fractional."""
     max_minutes: float | None = Field(None, gt=0)
     """duration of the training loop in minutes, including evaluations and saves. The number of
-    steps is decided during the run, based on the measured time per step: with wsd when the decay
-    has to begin, with cosine and linear after the warm-up. It is corrected if the speed changes
-    later. If max_steps or epochs is also set, it is an upper limit."""
+    steps is decided during the run, based on the measured time per step. With wsd, this happens
+    when the decay has to begin; with cosine and linear, it happens after the warm-up. The number is
+    corrected if the speed changes later. If max_steps or epochs is also set, it is an upper
+    limit."""
     warmup_steps: int | None = Field(None, ge=0)
-    """number of steps over which the learning rate rises; null is 5% of decay_steps."""
+    """number of steps over which the learning rate rises; null uses 5% of decay_steps."""
     warmup_tokens: int | None = Field(None, ge=0)
     """number of tokens over which the learning rate rises, instead of warmup_steps. It is rounded
     down to full steps. For example, 375,000,000 tokens at 524,288 tokens per step are 715 steps."""
     warmup_ratio: float | None = Field(None, ge=0, le=1)
-    """fraction of the run's steps over which the learning rate rises, instead of warmup_steps; with
-    max_minutes, a fraction of the number of steps predicted at the start."""
+    """fraction of the run's steps over which the learning rate rises, instead of warmup_steps. With
+    max_minutes, it is a fraction of the number of steps that is predicted at the start."""
     initial_learning_rate: float | None = Field(None, ge=0)
     """learning rate of the first step. From this value, the learning rate rises linearly to
     optimizer.learning_rate in the step after the warm-up, and falls to its minimum in the step
@@ -274,7 +275,7 @@ class ScheduleConfig(Section):
     in the last step of the decay."""
     decay_steps: int | None = Field(None, gt=0)
     """step at which the learning rate reaches its minimum, counted from the first step of the run.
-    Afterwards it stays at the minimum. null is the last step of the run."""
+    Afterwards, the learning rate stays at the minimum. null uses the last step of the run."""
     decay_tokens: int | None = Field(None, gt=0)
     """number of tokens after which the learning rate reaches its minimum, counted from the first
     token of the run, instead of decay_steps. It is rounded down to full steps."""
@@ -284,7 +285,7 @@ class ScheduleConfig(Section):
     peak and reaches the minimum in its last step. null is true if the minimum is 0 and neither
     decay_steps nor decay_tokens is set, otherwise false."""
     decay_fraction: float | None = Field(None, gt=0, le=1)
-    """fraction of the run's steps for the decay of wsd; null is 0.2."""
+    """fraction of the run's steps that the decay of wsd takes; null uses 0.2."""
     cooldown_steps: int | None = Field(None, gt=0)
     """number of steps of the decay of wsd, instead of decay_fraction."""
     decay_shape: DecayShape | None = None
@@ -299,8 +300,8 @@ class ScheduleConfig(Section):
     min_lr_ratio. Learning rates with other peaks, such as muon_learning_rate, fall by the same
     factor."""
     resume: bool = False
-    """true continues the schedule of the --init-from checkpoint at the step of the checkpoint and
-    with its optimizer state, on any data; false starts a new schedule at step 0."""
+    """true continues the schedule of the --init-from checkpoint, on any data, starting at the step
+    and with the optimizer state of the checkpoint; false starts a new schedule at step 0."""
 
     @model_validator(mode="before")
     @classmethod
