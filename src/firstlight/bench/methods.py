@@ -62,7 +62,7 @@ from firstlight.models import GPT2Config, ModelConfig
 from firstlight.recipe import parse_resolved_recipe
 from firstlight.recipe.load import changed_recipe
 
-#: Names of the two tables.
+#: Names of the tables in the result.
 ALONE, LADDER = "alone", "ladder"
 
 _TITLES = {ALONE: "each method alone", LADDER: "each method added to those above it"}
@@ -110,7 +110,7 @@ PLAIN = MethodRow("plain")
 WRITTEN_OUT = "bench.written_out"
 
 #: Key in `MethodRow.changes` for the number of processes, which share the threads of a CPU or use
-#: one GPU each. It is not a recipe key either.
+#: one GPU each. It is not a recipe key.
 PROCESSES = "bench.processes"
 
 

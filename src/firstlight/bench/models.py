@@ -73,7 +73,7 @@ MODELS: dict[str, dict[str, Any]] = {
 #: Mapping from model names of earlier versions, which are still accepted, to the current names.
 OLD_NAMES = {"gpt2-350m": "gpt2-355m"}
 
-#: Vocabulary size for a recipe that does not specify one; the same as GPT-2's.
+#: Vocabulary size for recipes that do not specify one. It is the vocabulary size of GPT-2.
 _VOCAB_SIZE = 50257
 
 

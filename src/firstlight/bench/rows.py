@@ -189,9 +189,8 @@ def take_turns(
             for name in names:
                 progress.update(task, description=f"{title}: {name}")
                 outcome = outcome_of(name)
-                # The measurement is skipped in two cases: another row that shares the outcome has
-                # already been measured in this turn, or the row has already failed and would fail
-                # again.
+                # The measurement is skipped in two cases: a row with the same recipe has already
+                # been measured in this turn, or the row has already failed and would fail again.
                 if not outcome.problem and len(outcome.runs) == turn:
                     outcome.add(measure(name))
                     on_turn()

@@ -134,7 +134,7 @@ class Passage:
 
     Attributes:
         text: name of the text.
-        document: one-based number of the document in the text.
+        document: number of the document in the text, counted from 1.
         difference: loss of the second model minus loss of the first model, in bits.
         segments: the segments.
     """
@@ -190,7 +190,7 @@ class Row:
     """A row, which consists of consecutive segments of a document.
 
     Attributes:
-        document: zero-based number of the document in its text.
+        document: zero-based index of the document in its text.
         segments: the segments, as strings.
         ids: token ids of each model.
         counts: for each model, the number of tokens before each segment boundary, [segments + 1].
@@ -318,7 +318,7 @@ def compare(
 
 
 def _listed(values: Any) -> list[Any]:
-    """Return the values as a list. A single string or path is also accepted."""
+    """Convert an argument to a list of values. A single string or path is also accepted."""
     return [values] if isinstance(values, str | Path) else list(values)
 
 

@@ -598,7 +598,7 @@ def ready_harness(
                 f"task lm-eval:{name} runs generated code or is multimodal, which is not "
                 "supported: remove it from the tasks"
             )
-        # Apply the defaults of simple_evaluate, which is not called.
+        # simple_evaluate would set these defaults, but it is not called.
         if task.get_config("num_fewshot") is None:
             task.set_config(key="num_fewshot", value=0)
         task.set_fewshot_seed(seed=_OTHER_SEED)

@@ -126,8 +126,8 @@ def compiled(
 
 
 def is_compile_failure(error: Exception) -> bool:
-    """Return True if an error was raised by torch.compile. The error is recognised by the name of
-    its class, because importing the class would take several seconds."""
+    """Return True if torch.compile raised an error. The error is identified by the name of its
+    class, because it would take several seconds to import the class."""
     return any(kind.__name__ == "TorchDynamoException" for kind in type(error).__mro__)
 
 

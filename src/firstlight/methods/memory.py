@@ -152,9 +152,10 @@ def offloaded_activations(model: nn.Module) -> contextlib.AbstractContextManager
     return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
 
 
-#: Number of activations that are copied in parallel with the computation, in each direction. With
-#: one, the copy of a checkpointed layer's activation overlaps with the computation of the next
-#: layer. With two, the planned memory for full fine-tuning of Llama 3.2 3B would be 1.3 GiB larger.
+#: Number of activations that are copied in parallel with the computation, in each direction. A
+#: single copy is sufficient for the copy of a checkpointed layer's activation to overlap with the
+#: computation of the next layer. With two copies, the planned memory for full fine-tuning of Llama
+#: 3.2 3B would be 1.3 GiB larger.
 COPIES_BESIDE = 1
 
 #: A tensor on the GPU, and the event that marks the end of its copy.

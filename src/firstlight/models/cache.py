@@ -176,8 +176,8 @@ class KVCache:
         """Return an empty cache for `count` sequences. It shares the memory of this cache's
         sequences, starting with the sequence at index `row`.
 
-        A prompt that is computed with the returned cache does not have to be copied into this
-        cache.
+        After a prompt has been processed with the returned cache, its keys and values do not have
+        to be copied into this cache.
         """
         view, end = copy.copy(self), row + count
         view.keys, view.values = (
@@ -231,10 +231,10 @@ class RaggedCache:
         keys, values: `KVCache.keys` and `KVCache.values`.
         lengths: number of tokens of each sequence so far, int64 [B] on the cache's device.
         reach: number of cache positions that attention reads. It must be greater than every length,
-            and at most `max_tokens`. Decoding steps with the same value have the same tensor
+            and at most `max_tokens`. Decoding steps with the same `reach` have the same tensor
             shapes.
-        states: `KVCache.states`. If there are any states, every sequence must contain at least one
-            token.
+        states: `KVCache.states`. If there are any recurrent states, every sequence must already
+            contain at least one token.
     """
 
     def __init__(

@@ -1,10 +1,10 @@
 """Specifications of model families, which are used for loading, conversion, parallelism and
 planning.
 
-Outside `models/`, only benchmarks and readers of foreign checkpoint formats refer to families by
-name. A Llama-like family needs only an entry in `llama_families.py`. A family with a different
-architecture has its own module, with a model class and a config class derived from `FamilyConfig`.
-`FAMILIES` in `firstlight.models` lists all families.
+Outside `models/`, only benchmarks and the readers of other projects' checkpoint formats refer to
+families by name. To add a Llama-like family, an entry in `llama_families.py` is sufficient. A
+family with a different architecture has its own module, with a model class and a config class
+derived from `FamilyConfig`. `FAMILIES` in `firstlight.models` lists all families.
 """
 
 from __future__ import annotations
@@ -62,11 +62,11 @@ class ExpertNames:
 
     @property
     def router(self) -> str:
-        """Name of the router's weight, relative to the layer."""
+        """Name of the router's weight, without the prefix of the layer."""
         return f"{self.module}.gate.weight"
 
     def matrix(self, word: str, expert: int) -> str:
-        """Return the name of the weight "gate", "up" or "down" of an expert, relative to the
+        """Return the name of an expert's "gate", "up" or "down" weight, without the prefix of the
         layer."""
         return f"{self.module}.experts.{expert}.{self.matrices[word]}.weight"
 
@@ -355,7 +355,8 @@ class FamilyConfig(Section):
 
     @property
     def cached_numbers(self) -> int:
-        """Number of elements that each layer with keys and values caches per token."""
+        """Number of elements that are cached per token in each layer that caches keys and
+        values."""
         config: Any = self
         return 2 * int(config.num_key_value_heads) * int(config.head_dim)
 

@@ -309,8 +309,8 @@ class GPT2Block(nn.Module):
 
 
 class GPT2Decoder(nn.Module):
-    """Embeddings, layers and final norm. This module is called `transformer` in Hugging Face's
-    class."""
+    """The embeddings, the layers and the final norm. This module is called `transformer` in Hugging
+    Face's class."""
 
     def __init__(self, config: GPT2Config, padded_vocab_size: int) -> None:
         super().__init__()

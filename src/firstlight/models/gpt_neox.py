@@ -156,8 +156,8 @@ class GPTNeoXBlock(nn.Module):
 
 
 class GPTNeoXDecoder(nn.Module):
-    """Embedding, layers and final norm. This module is called `gpt_neox` in Hugging Face's
-    class."""
+    """The embedding, the layers and the final norm. This module is called `gpt_neox` in Hugging
+    Face's class."""
 
     def __init__(self, config: GPTNeoXConfig, padded_vocab_size: int) -> None:
         super().__init__()
@@ -190,6 +190,6 @@ class GPTNeoX(Llama):
     }
 
     def add_decoder(self, rows: int) -> None:
-        """Create the embedding (with `rows` rows), the layers and the final norm. Their names match
-        the family's checkpoint files."""
+        """Create the embedding, the layers and the final norm. Their names match the family's
+        checkpoint files. `rows` is the number of rows of the embedding."""
         self.gpt_neox = GPTNeoXDecoder(self.config, rows)

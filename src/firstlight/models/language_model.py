@@ -111,7 +111,7 @@ class LanguageModel(nn.Module):
 
     @property
     def final_norm(self) -> nn.Module:
-        """The norm after the last layer."""
+        """The final norm, which follows the last layer."""
         return self.get_submodule(self.final_modules[0])
 
     def finish_loading(self) -> None:

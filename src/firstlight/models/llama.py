@@ -204,8 +204,8 @@ class LlamaBlock(nn.Module):
     def forward(
         self, x_BTC: Tensor, ropes: Ropes, masks: tuple[Any, Any], cache: Cache | None
     ) -> tuple[Tensor, Tensor | None]:
-        """Return the residual stream [B, T, C] after this layer, and the router's logits [N, E]
-        (None without experts).
+        """Compute the layer. Return the residual stream [B, T, C] after the layer, and the router's
+        logits [N, E]. The logits are None for a layer without experts.
 
         Args:
             x_BTC: residual stream before this layer, [B, T, C].
@@ -224,7 +224,8 @@ class LlamaBlock(nn.Module):
 
 
 class LlamaDecoder(nn.Module):
-    """Embedding, layers and final norm. This module is called `model` in Hugging Face's class."""
+    """The embedding, the layers and the final norm. This module is called `model` in Hugging Face's
+    class."""
 
     def __init__(
         self, config: DecoderConfig, padded_vocab_size: int, block: type[LlamaBlock]
@@ -252,11 +253,11 @@ class Llama(LanguageModel):
     layers_name = "model.layers"
     final_modules = ("model.norm", "lm_head")
     residual_projections: ClassVar[tuple[str, ...]] = ("o_proj.", "down_proj")
-    # Kinds of tensor parallelism: "inputs": a module with sharded submodules, whose input is
-    # replicated; "columns": a linear layer sharded by output features, whose output stays sharded;
-    # "rows": a linear layer sharded by input features, whose outputs are summed over processes;
-    # "table": the embedding, sharded by the vocabulary; "head": the head, sharded by the
-    # vocabulary, whose outputs are gathered.
+    # Kinds of sharding in tensor parallelism. "inputs" is a module with sharded submodules and a
+    # replicated input. "columns" is a linear layer that is sharded by output features; its output
+    # stays sharded. "rows" is a linear layer that is sharded by input features; its outputs are
+    # summed over processes. "table" is the embedding, which is sharded by the vocabulary. "head" is
+    # the head, which is sharded by the vocabulary; its outputs are gathered.
     tensor_parallel_plan: ClassVar[Mapping[str, str]] = {
         "model.embed_tokens": "table",
         "model.layers.*.self_attn": "inputs",
@@ -280,8 +281,8 @@ class Llama(LanguageModel):
         self.finish_loading()
 
     def add_decoder(self, rows: int) -> None:
-        """Create the embedding (with `rows` rows), the layers and the final norm. Their names match
-        the family's checkpoint files."""
+        """Create the embedding, the layers and the final norm. Their names match the family's
+        checkpoint files. `rows` is the number of rows of the embedding."""
         self.model = LlamaDecoder(self.config, rows, self.block_class)
 
     def finish_loading(self) -> None:

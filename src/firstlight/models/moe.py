@@ -20,8 +20,9 @@ from firstlight.models.ops import product_dtype
 
 
 class Router(nn.Linear):
-    """The linear layer whose outputs determine each token's experts. It is a separate class, so
-    that routers can be excluded from LoRA adapters and from quantisation."""
+    """A linear layer that computes the router logits, from which the experts of each token are
+    chosen. It is a separate class, so that routers can be excluded from LoRA adapters and from
+    quantisation."""
 
 
 class Experts(nn.Module):

@@ -1,7 +1,7 @@
 """The Muon optimizer for matrices and stacks of matrices, such as the experts of a layer.
 
 Shape letters: E is the number of matrices in a stack, F the number of rows of a matrix, and C its
-number of columns. `...` is E for a stack and empty for a single matrix.
+number of columns. For a stack, `...` is E. For a single matrix, it is empty.
 """
 
 from __future__ import annotations

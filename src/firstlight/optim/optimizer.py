@@ -302,8 +302,8 @@ class Optimizer:
             if isinstance(optimizer, Muon):
                 optimizer.process = (rank, processes)
 
-    # Methods of one step: accumulate after each backward pass, then clip_gradients, step and
-    # zero_grad
+    # Methods of one step. accumulate is called after each backward pass, followed by
+    # clip_gradients, step and zero_grad.
 
     def accumulate(self) -> None:
         """Add the low-precision gradients of a micro-batch to the fp32 gradients of the master
