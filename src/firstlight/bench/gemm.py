@@ -441,7 +441,7 @@ CACHE_FOLDER = Path("/sys/devices/system/cpu/cpu0/cache")
 #: Minimum number of bytes that one call reads.
 _CALL_BYTES = 1 << 22
 
-#: Number of measurements per row of a table, which shows their median.
+#: Number of measurements for each row of a table. The table shows the median.
 _REPEATS = 5
 
 #: Number of measurements for each number of concurrent products. It is larger than `_REPEATS`,
@@ -497,9 +497,9 @@ def multiply_squares(a: Tensor, b: Tensor, out: Tensor, block: int) -> None:
                 part.addmm_(a[i : i + block, k : k + block], b[k : k + block, j : j + block])
 
 
-#: Ways to split a product into blocks. Each is given with its function and its smallest block size.
-#: Block sizes are powers of 2. With square blocks smaller than 32, the overhead of the calls would
-#: dominate.
+#: Ways to split a product into blocks, each with the function that implements it and the smallest
+#: block size. Block sizes are powers of 2. With square blocks smaller than 32, the overhead of the
+#: calls would dominate.
 _CUTS = {"row blocks": (multiply_rows, 1), "square blocks": (multiply_squares, 32)}
 
 
@@ -805,7 +805,7 @@ class GemmRun:
         return operands, costs
 
     def result(self) -> dict[str, Any]:
-        """Return the result so far.
+        """Return the results measured so far.
 
         Returns:
             A dict with the keys "complete" (False while measurements are missing), "machine",

@@ -458,7 +458,8 @@ WRITTEN_OUT_PARTS = ("mask", "layers")
 
 
 class WrittenOutNorm(nn.LayerNorm):
-    """LayerNorm (Ba et al. 2016) implemented with elementary operations, [..., C] to [..., C]."""
+    """LayerNorm (Ba et al. 2016), implemented with elementary operations. Inputs and outputs have
+    shape [..., C]."""
 
     def forward(self, x: Tensor) -> Tensor:
         mean = x.mean(dim=-1, keepdim=True)
@@ -467,8 +468,8 @@ class WrittenOutNorm(nn.LayerNorm):
 
 
 class WrittenOutMLP(GPT2MLP):
-    """GPT-2's MLP, [B, T, C] to [B, T, C], with the tanh approximation of GELU implemented with
-    elementary operations."""
+    """GPT-2's MLP. The tanh approximation of GELU is implemented with elementary operations. Inputs
+    and outputs have shape [B, T, C]."""
 
     def forward(self, x_BTC: Tensor) -> Tensor:
         x = self.c_fc(x_BTC)

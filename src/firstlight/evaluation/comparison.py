@@ -350,7 +350,7 @@ def _held_out(models: Collection[LoadedModel]) -> list[str]:
 
 
 def documents_of(name: str) -> list[str]:
-    """Return the documents of a text, which is specified as for `compare`.
+    """Return the documents of an input, which is specified in the same way as for `compare`.
 
     Raises:
         InputError: the input is missing or contains no text, or a part can't be read.

@@ -27,8 +27,8 @@ from firstlight.tokenizer import Tokenizer
 
 
 def perplexity_of(loss: float) -> float:
-    """Return exp(loss), or a large finite number if exp would overflow, as it does for a model that
-    has diverged.
+    """Return exp(loss). If exp would overflow, as it does for a model that has diverged, return a
+    large finite number.
     """
     return math.exp(min(loss, 700.0))
 
@@ -153,8 +153,8 @@ def likelihoods(
     return [results[number] for number in range(len(pairs))]
 
 
-#: A batch of contexts with the same length. Each context is accompanied by the indices of the pairs
-#: that contain it.
+#: A batch of contexts with the same length. For each context, it contains the indices of the pairs
+#: with that context.
 _Batch = list[tuple[tuple[int, ...], list[int]]]
 
 
@@ -280,7 +280,7 @@ class TaskResult:
 
 
 class Task(Protocol):
-    """A task that is ready to be scored: its items have been loaded and checked for compatibility
+    """A task that is ready to be scored. Its items have been loaded and checked for compatibility
     with the model.
     """
 

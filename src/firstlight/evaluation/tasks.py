@@ -442,7 +442,8 @@ def _answer(item: Item, logprobs: tuple[float, ...]) -> Answer:
 
 
 def item_scores(answers: Sequence[Answer]) -> dict[str, list[float]]:
-    """Return `acc` and `acc_norm` for each answer: 1 if the answer is correct, otherwise 0."""
+    """Return `acc` and `acc_norm` for each answer. A value is 1 if the answer is correct, and 0
+    otherwise."""
     return {
         "acc": [float(answer.acc) for answer in answers],
         "acc_norm": [float(answer.acc_norm) for answer in answers],

@@ -77,9 +77,8 @@ class LoraConfig(Section):
     """modules to train in full and save with the adapter, specified by the last parts of their
     names (`embed_tokens`, `lm_head`, `norm`)."""
     trainable_token_indices: TokenIds | dict[str, TokenIds] = Field(default=[])
-    """ids of the tokens whose rows of the embedding are trained. A tied head shares these rows.
-    Separate lists can be given for the embedding and the head: `{embed_tokens: [5], lm_head:
-    [5]}`."""
+    """ids of the tokens whose embedding rows are trained. A tied head shares these rows. Separate
+    lists can be given for the embedding and the head: `{embed_tokens: [5], lm_head: [5]}`."""
     ensure_weight_tying: bool = False
     """true keeps a tied head tied to the embedding if `targets` or `modules_to_save` contain the
     head or the embedding; false unties the head, as PEFT does by default."""
@@ -220,7 +219,7 @@ class _Table(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """The frozen weight [V, C], used to determine the device and dtype."""
+        """The frozen weight [V, C], from which callers read the device and the dtype."""
         return self.base_layer.weight
 
     def embed(self, ids: Tensor) -> Tensor:
@@ -346,7 +345,8 @@ class TiedHead(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """The frozen weight [V, C] of the embedding, used to determine the device and dtype."""
+        """The frozen weight [V, C] of the embedding, from which callers read the device and the
+        dtype."""
         return self._table[0].weight
 
     def forward(self, x: Tensor) -> Tensor:
@@ -599,8 +599,8 @@ def _train_in_full(model: Model, saved: list[str], *, is_tied: bool) -> None:
 
 
 def lora_layers(model: nn.Module) -> Iterator[tuple[str, LoraLinear | LoraEmbedding]]:
-    """Yield all layers that have low-rank matrices. Each layer is accompanied by its name in the
-    plain model."""
+    """Yield all layers that have low-rank matrices, together with their names in the plain
+    model."""
     for name, module in model.named_modules():
         if isinstance(module, LoraLinear | LoraEmbedding):
             yield name, module

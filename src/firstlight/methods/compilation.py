@@ -301,9 +301,9 @@ def same_bits(
 
 @contextlib.contextmanager
 def _deterministic() -> Iterator[None]:
-    """Context manager that enables torch's deterministic algorithms. By default, torch also fills
-    newly allocated memory in this mode; this is turned off. The settings are global, so they are
-    restored on exit."""
+    """Context manager that enables torch's deterministic algorithms. In this mode, torch also fills
+    newly allocated memory by default. The context manager disables this. The settings are global,
+    so they are restored on exit."""
     settings: Any = torch.utils.deterministic
     before = torch.are_deterministic_algorithms_enabled(), settings.fill_uninitialized_memory
     only_warns = torch.is_deterministic_algorithms_warn_only_enabled()

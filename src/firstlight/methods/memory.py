@@ -219,8 +219,8 @@ class _Copies:
         return activation
 
     def bring_back(self, activation: _Activation) -> Tensor:
-        """Return an activation on the GPU, and start copying the activations that are needed
-        next."""
+        """Return an activation as a tensor on the GPU. Also start copying the activations that the
+        backward pass needs next."""
         self._drop(self._leaving, 0)
         activation.is_back = False
         following: _Activation | None = activation

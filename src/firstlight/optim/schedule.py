@@ -289,8 +289,8 @@ class ScheduleConfig(Section):
     cooldown_steps: int | None = Field(None, gt=0)
     """number of steps of the decay of wsd, instead of decay_fraction."""
     decay_shape: DecayShape | None = None
-    """curve of the decay of wsd: "linear", or "1-sqrt" (1 - sqrt(progress), which falls faster at
-    first); null is "linear"."""
+    """curve of the decay of wsd: "linear" or "1-sqrt". With "1-sqrt", the learning rate is
+    proportional to 1 - sqrt(progress), which falls faster at first. null uses "linear"."""
     min_lr_ratio: float | None = Field(0.1, ge=0, le=1)
     """minimum of the learning rate as a fraction of the peak. If neither min_lr_ratio nor
     min_learning_rate is set, the fraction is 0 with the kinds wsd and inverse_sqrt, and 0.1
@@ -568,7 +568,8 @@ def _warmup_steps(
 
 
 def _cooldown_steps(config: ScheduleConfig, max_steps: int, warmup_steps: int) -> int:
-    """Return the number of steps of the wsd decay after `warmup_steps`, or 0 for other kinds."""
+    """Return the number of steps of the wsd decay, which follows a warm-up of `warmup_steps`.
+    Return 0 for other kinds of schedules."""
     if config.kind != "wsd":
         return 0
     if config.cooldown_steps:

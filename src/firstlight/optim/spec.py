@@ -1,5 +1,5 @@
-"""Code shared by all optimizers: the specification of an optimizer, base classes, and cautious
-weight decay.
+"""Code that all optimizers share. This includes the specification of an optimizer, base classes,
+and cautious weight decay.
 
 The table of all optimizers is in `config.py`.
 """
@@ -74,8 +74,8 @@ def is_sharded_like(parameter: Tensor, key: str, shape: Sequence[int]) -> bool:
 
 def lerp_unless(skips: Tensor | None, average: Tensor, value: Tensor, weight: float) -> None:
     """Run `average.lerp_(value, weight)` unless `skips`, bool [], is true. In that case, `average`
-    keeps its value bit for bit, even if `value` is not finite. If `skips` is None, always
-    update."""
+    keeps its value bit for bit, even if `value` is not finite. If `skips` is None, `average` is
+    always updated."""
     if skips is None:
         average.lerp_(value, weight)
     else:
