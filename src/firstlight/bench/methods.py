@@ -531,8 +531,8 @@ def tables_of(bench: MethodsBench, plan: StepsPlan) -> dict[str, list[MethodRow]
 def choose_rows(
     tables: dict[str, list[MethodRow]], names: Sequence[str]
 ) -> dict[str, list[MethodRow]]:
-    """Return the rows that are selected by name or by the name of their table, or all rows if there
-    are no names.
+    """Return the rows that are selected by their own name or by the name of their table. If there
+    are no names, return all rows.
 
     Selecting a row of the table "alone" also selects the plain run, which is the baseline.
     Selecting a row of the ladder also selects the rows before it, because it includes their
@@ -567,10 +567,10 @@ def bench_methods(bench: MethodsBench, on_run: Keep) -> Result:
         on_run: function that is called after each run with the results measured so far.
 
     Returns:
-        A dict with the values of `StepsPlan.head` and these keys: "quick", "complete", and "alone"
-        and "ladder", which contain the rows of each table as returned by `summarize`. The value of
-        "machine" also contains "matmul_flops", the reference rate for MFU, and "matmul_dtype", the
-        dtype of the products for which the rate was measured.
+        A dict with the values of `StepsPlan.head` and the keys "quick", "complete", "alone" and
+        "ladder". "alone" and "ladder" contain the rows of the tables, as returned by `summarize`.
+        The value of "machine" also contains "matmul_flops", the reference rate for MFU, and
+        "matmul_dtype", the dtype of the products for which the rate was measured.
 
     Raises:
         ConfigError: an option is invalid.
@@ -642,7 +642,7 @@ def _ceiling(hardware: Hardware) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class MethodsWork:
-    """Settings shared by all runs.
+    """Settings that are the same for all runs of the benchmark.
 
     Attributes:
         plain: values of the plain recipe, which the rows change.

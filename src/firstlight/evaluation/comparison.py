@@ -166,12 +166,12 @@ class ModelComparison:
     Attributes:
         before, after: names of the models.
         same_tokenizer: True if both models encode text as the same tokens.
-        texts: bits per byte on each text.
+        texts: bits per byte of both models on each text.
         total: bits per byte on all texts together; None if there are no texts.
         worse, better: passages with the largest increases and with the largest decreases in loss
             from the first to the second model.
-        tasks: scores of each task.
-        answers: answers to each prompt.
+        tasks: scores of both models on each task.
+        answers: responses of both models to each prompt.
     """
 
     before: str

@@ -296,7 +296,7 @@ def evaluation_rows(total: int, limit: int) -> list[int]:
 
     Args:
         total: number of rows in the split.
-        limit: maximum number of rows, which are spread evenly over the split; 0 means all rows.
+        limit: maximum number of rows. The rows are spread evenly over the split. 0 means all rows.
     """
     if limit == 0 or limit >= total:
         return list(range(total))

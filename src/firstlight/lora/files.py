@@ -72,8 +72,8 @@ _MOST_MATCH_SECONDS = 2.0
 
 
 def require_quick_patterns(path: Path, patterns: list[str]) -> None:
-    """Raise an error if the number, length or repetitions of the patterns suggest that matching
-    them could take too long.
+    """Raise an error if matching the patterns could take too long. This is determined from the
+    number of patterns, their lengths and the repetitions in them.
 
     Args:
         path: path of the settings file, for error messages.

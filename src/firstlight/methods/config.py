@@ -34,11 +34,11 @@ class EfficiencyConfig(Section):
     """number format of the computation. "auto" selects bf16 if matrix products are faster in bf16
     than in fp32, fp16 on GPUs whose tensor cores support only fp16 (V100, T4), and fp32 in all
     other cases. "tf32" rounds the inputs of fp32 matrix products to 10 bits on GPUs that support
-    it. "bf16" is autocast: matrix products are computed in bf16, while parameters, moments and the
-    loss stay in fp32. "bf16_params" stores the model's parameters in bf16, and fp32 master weights
-    in the optimizer. "fp16" is autocast with dynamic loss scaling. "fp8" is the same as "bf16",
-    except that the matrix products of linear layers with at least 4 million weights are computed in
-    fp8 (torchao; GPUs with compute capability 8.9 or higher). Experts stay in bf16."""
+    it. "bf16" uses autocast, which computes matrix products in bf16, while parameters, moments and
+    the loss stay in fp32. "bf16_params" stores the model's parameters in bf16, and fp32 master
+    weights in the optimizer. "fp16" uses autocast with dynamic loss scaling. "fp8" is the same as
+    "bf16", except that the matrix products of linear layers with at least 4 million weights are
+    computed in fp8 (torchao; GPUs with compute capability 8.9 or higher). Experts stay in bf16."""
     bf16_residual: bool = False
     """keep the residual stream, to which each layer adds its output, in bf16 instead of fp32. This
     is faster, and activations take less memory. Norms are still computed in fp32. Requires
@@ -91,16 +91,17 @@ class EfficiencyConfig(Section):
     GPUs. "auto" compiles if the required software is installed and the run is long enough to save
     time. In short runs, "auto" uses `compile_regional`."""
     compile_backend: Literal["inductor", "cudagraphs", "aot_eager", "eager"] = "inductor"
-    """backend of torch.compile: "inductor"; "cudagraphs", which launches torch's own kernels
-    together as CUDA graphs and does not need a compiler; or "aot_eager" and "eager" for
+    """backend of torch.compile. "inductor" generates kernels. "cudagraphs" launches torch's own
+    kernels together as CUDA graphs and does not need a compiler. "aot_eager" and "eager" are for
     debugging."""
     compile_mode: Literal[
         "default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"
     ] = "default"
     """mode of torch.compile; "max-autotune" and "reduce-overhead" are for GPUs."""
     compile_regional: bool = False
-    """compile one layer, whose code is used for all layers, and the head with the loss, instead of
-    the whole model. Compilation takes a fraction of the time, but steps are slightly slower."""
+    """compile a single layer and the head with the loss, instead of the whole model. The compiled
+    code of the layer is used for all layers. Compilation takes a fraction of the time, but steps
+    are slightly slower."""
 
     @model_validator(mode="after")
     def _one_precision_of_products(self) -> Self:

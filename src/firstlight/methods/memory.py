@@ -308,11 +308,12 @@ def keep_memory(hardware: Hardware, *, sharded: bool = False) -> bool:
 
 
 def give_back_unused(hardware: Hardware) -> None:
-    """Return the free pages of glibc's heap to the system, in processes that compute on a CPU.
+    """Return the free pages of glibc's heap to the system. This applies only to processes that
+    compute on a CPU.
 
     Call this after a run has been set up and compiled. Setup and compilation leave free memory
-    scattered over the heap, which would otherwise stay resident in addition to the memory of the
-    steps.
+    scattered over the heap. Without this call, the free memory would stay resident in addition to
+    the memory of the steps.
     """
     if hardware.device.type != "cpu" or sys.platform != "linux":
         return

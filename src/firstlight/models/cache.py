@@ -34,9 +34,9 @@ class Cache(Protocol):
         the new tokens."""
 
     def text_length(self, new: int) -> int | Tensor:
-        """Return the length of the sequences in tokens, including the new tokens, as a single
-        integer for all sequences or as int64 [B]. The "dynamic" and "longrope" rotary frequencies
-        depend on this length."""
+        """Return the length of the sequences in tokens, including the new tokens. The result is a
+        single integer for all sequences, or int64 [B]. The "dynamic" and "longrope" rotary
+        frequencies depend on this length."""
 
     def update(self, layer: int, k_BKTD: Tensor, v_BKTD: Tensor) -> tuple[Tensor, Tensor]:
         """Store the keys and values of the new tokens, [B, K, T, D], for one layer.

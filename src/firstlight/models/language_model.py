@@ -35,8 +35,8 @@ class InitConfig(Section):
 
     residual_projections: Literal["scaled", "zero"] = "scaled"
     """initial weights of the projections that write into the residual stream (o_proj, down_proj,
-    c_proj): "scaled" multiplies their standard deviation by 1/sqrt(2 layers); "zero" sets them to
-    zero, so that each layer starts as the identity."""
+    c_proj). "scaled" multiplies their standard deviation by 1/sqrt(2 layers). "zero" sets the
+    weights to zero, so that each layer starts as the identity."""
     embedding_std: float | None = Field(None, gt=0, le=10)
     """standard deviation of the token embedding, and of a head that is tied to it; null uses
     model.initializer_range."""

@@ -1,6 +1,6 @@
-"""Mixtral (Jiang et al. 2024, arXiv 2401.04088) and Qwen3-MoE (Qwen team 2025, arXiv 2505.09388):
-Llama with experts instead of the MLP. The models of other families with experts derive from these
-classes.
+"""Mixtral (Jiang et al. 2024, arXiv 2401.04088) and Qwen3-MoE (Qwen team 2025, arXiv 2505.09388).
+They differ from Llama in that experts replace the MLP. The models of other families with experts
+derive from the classes in this module.
 
 Shape letters are defined in `models/moe.py`.
 """

@@ -1,4 +1,4 @@
-"""Mixture of experts: a router chooses a few MLPs (experts) for each token.
+"""Mixture of experts, in which a router chooses a few MLPs (experts) for each token.
 
 In names, a visit is a pair of a token and one of the experts that are chosen for the token.
 
@@ -275,8 +275,7 @@ def kept_code_bytes(rows: int, experts: int) -> int:
 
 
 def _blocks(x_MC: Tensor, ends_E: Tensor) -> Iterator[tuple[slice, slice, slice]]:
-    """Yield one block of rows for each expert, such that the blocks have only a few different
-    sizes.
+    """Yield one block of rows for each expert. All blocks together have only a few different sizes.
 
     A block contains all rows of its expert. It is extended to one of these sizes by rows of
     neighbouring experts.

@@ -259,9 +259,9 @@ class MaskFunction(Protocol):
 def dense_mask(
     positions: Tensor, total: int, window: int | None, document_ids_BT: Tensor | None
 ) -> Tensor | None:
-    """Return a mask that is true for the keys that each query attends to, or None if it would equal
-    the causal mask. The mask is bool [T, S], or [B, 1, T, S] if there are several documents or if
-    positions differ between sequences.
+    """Return a mask that is true for the keys that each query attends to. Return None if the mask
+    would be equal to the causal mask. The mask is bool [T, S], or [B, 1, T, S] if there are several
+    documents or if positions differ between sequences.
 
     Args:
         positions: positions of the queries in their sequences, int64 [T] or [B, T].
@@ -380,8 +380,8 @@ def logits_without_padding(
         softcap: soft cap of the logits (see `soft_capped`); None for no cap.
 
     Returns:
-        Logits [B, T, V] or, in code that is compiled for a GPU, [B, T, V or more], where the logits
-        of padding rows are -inf.
+        Logits [B, T, V]. In code that is compiled for a GPU, the shape is [B, T, V or more], and
+        the logits of padding rows are -inf.
     """
     # Compiled code keeps the padding, because the kernels that torch.compile generates for GPUs
     # read rows of odd length one element at a time.

@@ -452,8 +452,8 @@ def apply_rope_to_neighbours(x_BHTD: Tensor, cos: Tensor, sin: Tensor) -> Tensor
 
 def apply_rope_as_complex(x_BHTD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate the pairs (2i, 2i + 1) of [B, H, T, R] by their position, like
-    `apply_rope_to_neighbours`. The rotation is computed as a product of complex numbers, which
-    rounds differently, as in Hugging Face's class for DeepSeek-V2. See `apply_rope` for the
+    `apply_rope_to_neighbours`. As in Hugging Face's class for DeepSeek-V2, the rotation is computed
+    as a product of complex numbers, which rounds differently. See `apply_rope` for the
     arguments."""
     if torch.compiler.is_compiling():
         # torch's compiler can't generate code for complex numbers.

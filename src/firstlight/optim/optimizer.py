@@ -167,7 +167,7 @@ def make_optimizers(
 
 
 class Optimizer:
-    """The torch optimizers that together update all trained parameters of a model.
+    """One or more torch optimizers that together update all trained parameters of a model.
 
     Each parameter that is stored in fewer than 32 bits, such as a bf16 parameter, gets an fp32
     master weight. Master weights take 4 bytes per value, in addition to the 2 bytes of the
