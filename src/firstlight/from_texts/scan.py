@@ -665,7 +665,7 @@ def scan_texts(
     if unread:
         kinds = listed(by_ending(unread))
         count = counted(len(unread), "file")
-        tell(f"skipped {count} of other kinds, {kinds}: {first_names(names)}")
+        tell(f"skipped {count} of other kinds: {kinds}; first: {first_names(names)}")
     return replace(scan, unread=names)
 
 
