@@ -126,7 +126,8 @@ def test_serve_prints_address_and_exits_with_0(folder: Path) -> None:
                 received += piece
         assert b"data: [DONE]" in received
         assert code == 0
-        assert f"serving my-model at {ready['url']}/v1" in said
+        url = ready["url"]
+        assert f"serving my-model; API: {url}/v1, chat page: {url}/ (Ctrl-C" in said
         assert "at most 3 concurrent texts of 64 tokens" in said
         assert "Traceback" not in said
 
