@@ -725,6 +725,25 @@ def test_train_texts_proposes_longer_run_from_measured_time(tmp_path: Path) -> N
     assert f" --budget {4 * minutes}m " in longer
 
 
+def test_result_worse_than_gzip_says_what_helps(tmp_path: Path) -> None:
+    run = trained(write_texts(tmp_path / "texts"))
+    run = dataclasses.replace(run, bits_per_byte=2.0, gzip_bits_per_byte=1.9)
+
+    def said(**changes: Any) -> list[str]:
+        lines = result_lines(dataclasses.replace(run, **changes))
+        return [line for line in lines if line.startswith("the result is worse than gzip -9: ")]
+
+    assert said(gzip_bits_per_byte=2.1) == said(gzip_bits_per_byte=None) == []
+    (line,) = said()
+    assert line.endswith(": train longer (the command below starts a new run from the beginning)")
+    (line,) = said(next_commands=[("firstlight train texts", "continue this run")])
+    assert line.endswith(": train longer (the command below continues this run)")
+    no_longer = [one for one in run.next_commands if not one[1].startswith("train longer")]
+    for changes in ({"best": True}, {"next_commands": no_longer}):
+        (line,) = said(**changes)
+        assert line.endswith(": add texts, because more steps on the same texts would not help")
+
+
 def test_train_texts_bits_of_partial_held_out_text_are_marked(tmp_path: Path) -> None:
     run = trained(write_texts(tmp_path / "texts"), overrides=TINY | {"evaluation.max_rows": 1})
     recipe = yaml.safe_load((run.run_folder / "recipe.yaml").read_text())
