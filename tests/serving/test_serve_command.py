@@ -148,6 +148,8 @@ def test_serve_exits_with_0_for_each_ending_signal(folder: Path, number: int) ->
         code, said = server.end(number)
         assert code == 0
         assert "From-A-File" not in said
+        # A browser can't send the key.
+        assert "chat page" not in said
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
