@@ -494,17 +494,16 @@ def test_model_page_shows_values_marks_and_answers(tmp_path: Path) -> None:
         Segment("king", 1.0, 7.25, marked=True),
         Segment("\n", 2.0, 1.0, marked=False),
     )
-    texts = [compared_value("a.txt", "documents", 1000), compared_value("b.txt", "rows", 500)]
+    texts = [compared_value("a.txt", "document", 1000), compared_value("b.txt", "row", 500)]
     page = models_page(
         ModelComparison(
             "base",
             "tuned",
             same_tokenizer=False,
             texts=texts,
-            total=compared_value("all texts", "rows", 1500),
             worse=[Passage("a.txt", 3, 5.25, segments)],
             better=[],
-            tasks=[compared_value("hellaswag acc", "items")],
+            tasks=[compared_value("hellaswag acc", "item")],
             answers=[ComparedAnswer("Who?", "I", "you")],
         ),
         tmp_path,
@@ -513,7 +512,6 @@ def test_model_page_shows_values_marks_and_answers(tmp_path: Path) -> None:
     row = ["1.500 ± 0.010", "1.250 ± 0.020", "-0.2500 ± 0.0050"]
     assert page.texts("td") == [
         *(*row, "40 documents"),
-        *(*row, "40 rows"),
         *(*row, "40 rows"),
         *(*row, "40 items"),
     ]
@@ -540,11 +538,10 @@ def test_model_page_escapes_hostile_texts(tmp_path: Path) -> None:
             text,
             text,
             same_tokenizer=True,
-            texts=[compared_value(text, "rows", 1)],
-            total=compared_value(text, "rows", 1),
+            texts=[compared_value(text, "row", 1)],
             worse=[passage],
             better=[passage],
-            tasks=[compared_value(text, "items")],
+            tasks=[compared_value(text, "item")],
             answers=[ComparedAnswer(text, text, text)],
         ),
         tmp_path,

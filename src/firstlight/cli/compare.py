@@ -88,8 +88,7 @@ def compare_command(
 
 def _show(found: ModelComparison) -> None:
     show_rows([("before", found.before), ("after", found.after)])
-    compared = [*found.texts, *([found.total] if found.total and len(found.texts) > 1 else [])]
-    for title, values in (("bits per byte", compared), ("score", found.tasks)):
+    for title, values in (("bits per byte", found.texts), ("score", found.tasks)):
         if values:
             show()
             head = [title, "before", "after", "difference", "paired over"]
