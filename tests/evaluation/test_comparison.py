@@ -384,6 +384,8 @@ def test_compare_nothing_given_names_options(before: LoadedModel, after: LoadedM
         ({"prompts": "a", "sample": 5}, "sample applies to texts, and none are given"),
         ({"prompts": "a", "max_new_tokens": 0}, "max_new_tokens"),
         ({"prompts": "a", "passages": -1}, "passages must be at least 0, not -1"),
+        ({"prompts": "a", "seed": -1}, "seed must be at least 0, not -1"),
+        ({"prompts": "a", "chat_template": False}, "chat_template applies to tasks"),
     ],
 )
 def test_compare_bad_argument_raises_error(

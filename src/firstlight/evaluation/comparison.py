@@ -268,8 +268,13 @@ def compare(
         MissingDependencyError: see `firstlight.evaluate_tasks`.
         ModelError, CheckpointError: a model is unusable.
     """
-    given = {"sample": sample, "seq_len": seq_len, "batch_size": batch_size, "passages": passages}
-    for (name, value), minimum in zip(given.items(), (1, 1, 1, 0), strict=True):
+    for name, value, minimum in (
+        ("sample", sample, 1),
+        ("seed", seed, 0),
+        ("seq_len", seq_len, 1),
+        ("passages", passages, 0),
+        ("batch_size", batch_size, 1),
+    ):
         if value is not None and value < minimum:
             raise ConfigError(f"{name} must be at least {minimum}, not {value}")
     on_texts = bool(texts) or not (tasks or prompts)
@@ -278,6 +283,7 @@ def compare(
         ("seq_len", seq_len is not None, "texts", on_texts),
         ("items", items is not None, "tasks", bool(tasks)),
         ("task_folder", task_folder is not None, "tasks", bool(tasks)),
+        ("chat_template", chat_template is not None, "tasks", bool(tasks)),
     ):
         if is_given and not used:
             raise ConfigError(f"{name} applies to {kind}, and none are given: omit it")
@@ -406,64 +412,59 @@ def rows_of(
     encoders = [_encoder(tokenizer_of(loaded)) for loaded in models]
     # Encode long documents in pieces if possible, because encodings need much memory.
     cuttable = all(tokenizer.encodes_in_pieces for tokenizer in encoders)
-    pieces = (
-        (number, piece)
-        for number, document in enumerate(documents)
-        for piece in (cut_long(document) if cuttable else [document])
-    )
     rows: list[Row] = []
-    for number, text in pieces:
-        ids, ends = [], []
-        for loaded, tokenizer in zip(models, encoders, strict=True):
-            try:
-                encoding = tokenizer.encoding(text)
-                ends.append(_token_ends(tokenizer, encoding, text))
-            except (TokenizerError, InputError) as error:
-                raise InputError(
-                    f"{name}: document {number + 1} can't be encoded by {loaded.folder}: {error}"
-                ) from error
-            ids.append(np.array(encoding.ids, np.int32))
-        edges = np.array([0, *(end for end in ends[0] if end in ends[1])], np.int32)
-        counts = [
-            np.array([0, *(own[end] for end in edges[1:].tolist())], np.int32) for own in ends
-        ]
-        for start, stop in _row_edges(counts, limits):
-            spans = [own[start : stop + 1] for own in counts]
-            own_ids = [own[span[0] : span[-1]].copy() for own, span in zip(ids, spans, strict=True)]
-            if any(len(own) > limit for own, limit in zip(own_ids, limits, strict=True)):
-                raise InputError(
-                    f"{name}: document {number + 1} has a piece of {max(map(len, own_ids)):,} "
-                    "tokens in which the tokenizers have no common edge, longer than a row: raise "
-                    "--seq-len or choose another text"
-                )
-            own_edges = edges[start : stop + 1]
-            rows.append(
-                Row(
-                    number,
-                    text[own_edges[0] : own_edges[-1]],
-                    own_edges - own_edges[0],
-                    own_ids,
-                    [span - span[0] for span in spans],
-                )
-            )
+    for number, document in enumerate(documents):
+        place = f"{name}: document {number + 1}"
+        for text in cut_long(document) if cuttable else [document]:
+            ids, ends = [], []
+            for loaded, tokenizer in zip(models, encoders, strict=True):
+                try:
+                    encoding = tokenizer.encoding(text)
+                    ends.append(_token_ends(tokenizer, encoding, text))
+                except (TokenizerError, InputError) as error:
+                    raise InputError(
+                        f"{place} can't be encoded by {loaded.folder}: {error}"
+                    ) from error
+                ids.append(np.array(encoding.ids, np.int32))
+            edges = np.array([end for end in ends[0] if end in ends[1]], np.int32)
+            counts = [np.array([own[end] for end in edges.tolist()], np.int32) for own in ends]
+            for start, stop in _row_edges(counts, limits, place):
+                own_edges = edges[start : stop + 1]
+                own_ids = [
+                    own[count[start] : count[stop]].copy()
+                    for own, count in zip(ids, counts, strict=True)
+                ]
+                own_counts = [count[start : stop + 1] - count[start] for count in counts]
+                own_text = text[own_edges[0] : own_edges[-1]]
+                rows.append(Row(number, own_text, own_edges - own_edges[0], own_ids, own_counts))
     return rows
 
 
-def _row_edges(counts: Sequence[IntArray], limits: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Yield (first boundary, last boundary) of each row. A row contains as many segments as fit,
-    but at least one.
+def _row_edges(
+    counts: Sequence[IntArray], limits: Sequence[int], place: str
+) -> Iterator[tuple[int, int]]:
+    """Yield (first boundary, last boundary) of each row. A row contains as many segments as fit.
 
     Args:
         counts: for each model, the number of tokens before each segment boundary.
         limits: for each model, the maximum number of tokens per row.
+        place: name of the document, for the error message.
+
+    Raises:
+        InputError: a segment is longer than a row.
     """
     start, last = 0, len(counts[0]) - 1
     while start < last:
-        fits = [
+        stop = min(
             int(np.searchsorted(own, own[start] + limit, side="right")) - 1
             for own, limit in zip(counts, limits, strict=True)
-        ]
-        stop = max(min(fits), start + 1)
+        )
+        if stop == start:
+            length = max(int(own[start + 1] - own[start]) for own in counts)
+            raise InputError(
+                f"{place} has a piece of {length:,} tokens in which the tokenizers have no common "
+                "edge, longer than a row: raise --seq-len or choose another text"
+            )
         yield start, stop
         start = stop
 
@@ -479,14 +480,14 @@ def _encoder(tokenizer: Tokenizer) -> Tokenizer:
 
 def _token_ends(tokenizer: Tokenizer, encoding: tokenizers.Encoding, text: str) -> dict[int, int]:
     """Return the number of tokens before each token boundary, keyed by the position of the boundary
-    in the text. Boundaries within a character are omitted.
+    in the text. Boundaries within a character are omitted. The edges of the text are included.
 
     Raises:
         InputError: the tokens do not cover the whole text.
     """
     unknown = getattr(tokenizer.backend.model, "unk_token", None)
     unknown_id = None if unknown is None else tokenizer.backend.token_to_id(unknown)
-    ends: dict[int, int] = {}
+    ends = {0: 0}
     reached = 0
     starts = [*(start for start, _ in encoding.offsets[1:]), len(text)]
     tokens = zip(encoding.ids, encoding.offsets, starts, strict=True)
