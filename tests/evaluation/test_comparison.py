@@ -202,6 +202,21 @@ def test_rows_text_without_token_names_document_model_and_character(
         rows_of("text", ["the bird", "the cat"], [before, other], None)
 
 
+def test_rows_keep_characters_that_normalizer_composes(
+    before: LoadedModel, tmp_path: Path, tokenizer: Tokenizer
+) -> None:
+    backend = tokenizers.Tokenizer.from_str(tokenizer.backend.to_str())
+    backend.normalizer = tokenizers.normalizers.NFC()  # as in Qwen 2
+    composing = Tokenizer(backend, eos_token=tokenizer.eos_token, bos_token=tokenizer.bos_token)
+    other = make_model(tmp_path / "other", composing, 0)
+    text = "the cafe\u0301 e\u0323\u0301 \u1112\u1161\u11ab bird"
+    (row,) = rows_of("text", [text], [before, other], None)
+    assert "".join(row.segments) == text
+    assert row.ids[1].tolist() == composing.encode(text)
+    # There is no edge within the characters that become one token.
+    assert {"e\u0301", "e\u0323", "\u1112\u1161\u11ab"} <= set(row.segments)
+
+
 def test_rows_segment_longer_than_row_raises_input_error(
     before: LoadedModel, tmp_path: Path
 ) -> None:

@@ -485,21 +485,26 @@ def _token_ends(tokenizer: Tokenizer, encoding: tokenizers.Encoding, text: str) 
     Raises:
         InputError: the tokens do not cover the whole text.
     """
-    unknown = getattr(tokenizer.backend.model, "unk_token", None)
-    unknown_id = None if unknown is None else tokenizer.backend.token_to_id(unknown)
+    unknown_token = getattr(tokenizer.backend.model, "unk_token", None)
+    unknown_id = None if unknown_token is None else tokenizer.backend.token_to_id(unknown_token)
     ends = {0: 0}
     reached = 0
-    starts = [*(start for start, _ in encoding.offsets[1:]), len(text)]
-    tokens = zip(encoding.ids, encoding.offsets, starts, strict=True)
-    for count, (token_id, (start, end), following) in enumerate(tokens, start=1):
-        missing = text[start:end] if token_id == unknown_id else text[reached:start].strip()
-        if missing:
-            raise InputError(f"its tokenizer has no token for {missing[:20]!r}")
+    # The text before the first token is checked like the text after each token.
+    ids, offsets = [-1, *encoding.ids], [(0, 0), *encoding.offsets]
+    starts = [*(start for start, _ in encoding.offsets), len(text)]
+    for count, (token_id, (start, end), following) in enumerate(
+        zip(ids, offsets, starts, strict=True)
+    ):
         reached = max(reached, end)
+        unknown = text[start:end] if token_id == unknown_id else ""
+        rest = text[reached:following].strip()
+        # A normalizer may have composed the rest with the preceding character.
+        if unknown or (rest and not tokenizer.encode(rest)):
+            raise InputError(f"its tokenizer has no token for {(unknown or rest)[:20]!r}")
+        if rest:
+            reached = following
         if 0 < reached <= following:
             ends[reached] = count
-    if text[reached:].strip():
-        raise InputError(f"its tokenizer has no token for {text[reached:].strip()[:20]!r}")
     # Tokenizers may drop spaces at the end of a text.
     return {end: n for end, n in ends.items() if end < reached} | {len(text): len(encoding.ids)}
 
