@@ -308,15 +308,18 @@ def unread_files(inputs: Sequence[str | Path], suffixes: tuple[str, ...] = SUFFI
     Raises:
         InputError: a folder can't be read.
     """
-    found: set[Path] = set()
+    found: list[Path] = []
     for path in (Path(item).expanduser() for item in inputs if str(item) != STANDARD_LIBRARY):
         if path.is_dir():
-            found.update(_files_under(path))
+            found += _files_under(path)
         elif not path.exists() and any(character in str(path) for character in "*?["):
             names = glob.glob(str(path), recursive=True)
-            found.update(Path(name) for name in names if not os.path.isdir(name))
-    # Unlike `Path.resolve`, `os.path.realpath` does not raise for cyclic links.
-    others = {os.path.realpath(file): file for file in found if not _is_read(file, suffixes)}
+            found += (Path(name) for name in names if not os.path.isdir(name))
+    others: dict[str, Path] = {}
+    for file in found:
+        if not _is_read(file, suffixes):
+            # Unlike `Path.resolve`, `os.path.realpath` does not raise for cyclic links.
+            others.setdefault(os.path.realpath(file), file)
     return sorted(others.values())
 
 
