@@ -55,7 +55,7 @@ from firstlight.planner.plan.estimate import Estimate, estimate
 from firstlight.planner.plan.machine import Machine, find_machine, resolve_for
 from firstlight.recipe import load_recipe
 from firstlight.run_log.names import FORECAST_NAME
-from firstlight.run_log.reader import read_json_lines
+from firstlight.run_log.reader import read_json_lines, read_length
 from firstlight.training.loop import train
 
 pytestmark = pytest.mark.usefixtures("forked_processes")
@@ -256,6 +256,18 @@ def test_train_texts_stopped_run_is_resumed(
     assert second.expected_bits_per_byte is not None
     third = trained(texts, steps=None, overrides={}, resume=True)
     assert (third.run_folder, third.training) == (first.run_folder, None)
+
+
+def test_train_texts_resumed_run_is_not_charged_for_start_of_command(tmp_path: Path) -> None:
+    texts = write_texts(tmp_path / "texts")
+    options = {"steps": None, "budget": 120, "overrides": TINY | {"run.max_minutes": 1e-9}}
+    first = trained(texts, **options)
+    assert first.training is not None
+    before = read_length(first.run_folder)["seconds_used"]
+    second = trained(texts, began=time.time() - 90, **options)
+    assert second.training is not None
+    assert (first.training.step, second.training.step) == (1, 2)
+    assert before < read_length(second.run_folder)["seconds_used"] < before + 30
 
 
 def test_train_texts_deleted_shards_end_run_and_prevent_resume(tmp_path: Path) -> None:

@@ -174,7 +174,8 @@ def train(
             only in a notebook.
         forecaster: object that predicts memory and speed, such as
             `planner.plan.processes.RunForecaster`.
-        began: `time.time()` value at which `schedule.max_minutes` begins; None for the first step.
+        began: `time.time()` value from which this call uses `schedule.max_minutes`; None for its
+            first step.
         is_announced: True if the data, memory, speed and schedule have already been shown to the
             user; they are not shown again.
         chose_compiling: True if the user did not set the recipe's `efficiency.compile` explicitly,
