@@ -4,6 +4,7 @@ or several processes.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import math
@@ -12,7 +13,7 @@ import re
 import shlex
 import sys
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -174,14 +175,17 @@ def train_texts_command(
         return plan.record(), None
     if options["gpu"] is not None:
         raise ConfigError("--gpu needs --plan-only: add it, or train on a machine with that GPU")
-    run = train_texts(
-        paths,
-        **asked,
-        resume=options["resume"],
-        explain=options["explain"],
-        ask=_ask if sys.stdin.isatty() and sys.stderr.isatty() else None,
-        began=psutil.Process().create_time(),
-    )
+    count = _StepCount()
+    with count.explaining(lambda: f"to continue, {AGAIN}"):
+        run = train_texts(
+            paths,
+            **asked,
+            resume=options["resume"],
+            on_step=count.add,
+            explain=options["explain"],
+            ask=_ask if sys.stdin.isatty() and sys.stderr.isatty() else None,
+            began=psutil.Process().create_time(),
+        )
     from firstlight.from_texts.result import result_lines
 
     for line in result_lines(run):
@@ -215,8 +219,41 @@ def _ask(plan: RunPlan) -> float:
 
 # The command
 
-#: Advice printed after a run was stopped.
+#: Advice printed after a run was stopped: for runs on texts, which continue by themselves, and for
+#: runs of recipes.
+AGAIN = "run the same command again"
 CONTINUE = "to continue, add --resume to the same command"
+
+
+class RunInterrupted(Exception):
+    """Ctrl-C that ended a run at once. The message follows "interrupted" and says how to
+    continue."""
+
+
+class _StepCount:
+    """The number of steps that this command has trained, counted by `on_step`."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+
+    def add(self, _: Mapping[str, Any]) -> None:
+        self.steps += 1
+
+    @contextlib.contextmanager
+    def explaining(self, advice: Callable[[], str]) -> Iterator[None]:
+        """Replace a KeyboardInterrupt by a `RunInterrupted`.
+
+        Args:
+            advice: function that returns the advice after the first step. Before it, the same
+                command can always be repeated.
+        """
+        try:
+            yield
+        except KeyboardInterrupt:
+            if not self.steps:
+                raise RunInterrupted(f" before the first step: {AGAIN}") from None
+            raise RunInterrupted(f": {advice()}") from None
+
 
 _HELP_ALL = "firstlight.help_all"
 #: Default of --new-rows.
@@ -379,9 +416,9 @@ def train_command(arguments: tuple[str, ...], as_json: bool, **options: Any) -> 
     Every recipe key is also an option, such as --optimizer.learning_rate 3e-4.
 
     SIGTERM, SIGINT (Ctrl-C) and SIGUSR1 stop the run after the current step. The run saves a
-    checkpoint and ends with exit code 75; --resume continues it. A second signal stops the run
-    immediately. Creating the file `save-now` in the run folder saves a checkpoint. A diverged run
-    ends with exit code 76.
+    checkpoint and ends with exit code 75. To continue, repeat the command; with a recipe, add
+    --resume. A second signal stops the run immediately. Creating the file `save-now` in the run
+    folder saves a checkpoint. A diverged run ends with exit code 76.
     """
     from firstlight.data.sources import missing_input, special_input, special_kind
 
@@ -425,7 +462,7 @@ def _train_on_texts(
     if of_run is not None:
         say_findings(of_run.findings)
         if of_run.stopped_by is not None or of_run.diverged:
-            _end_stopped(of_run, "to continue, run the same command again")
+            _end_stopped(of_run, f"to continue, {AGAIN}")
     return found
 
 
@@ -448,6 +485,7 @@ def _train_recipe(
             # Start the forecaster early, so that its process imports torch at the same time as this
             # process.
             forecaster.start()
+        from firstlight.checkpoint.selection import list_checkpoints
         from firstlight.parallel import find_world
         from firstlight.recipe import load_recipe
         from firstlight.training.loop import train
@@ -466,7 +504,14 @@ def _train_recipe(
         if plan is not None:
             recipe = _planned(recipe, start["resume"], start["init_from"])
         start |= {"branch_from": branch_from, "progress": True, "forecaster": forecaster}
-        result = train(recipe, **start)
+
+        def advice() -> str:
+            is_saved = bool(list_checkpoints(Path(recipe.run.dir)))
+            return CONTINUE if is_saved and not start["resume"] else AGAIN
+
+        count = _StepCount()
+        with count.explaining(advice):
+            result = train(recipe, on_step=count.add, **start)
     if find_world().is_main:
         _show(result)
     if result.stopped_by is not None or result.diverged:
