@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import fcntl
+import gzip
 import inspect
 import json
 import os
@@ -26,12 +27,14 @@ from unittest.mock import Mock
 import click
 import pytest
 import yaml
+from rich.progress import Progress, ProgressColumn
 
 from builders import ENGLISH, write_texts
 from firstlight.cli import train as train_command
 from firstlight.cli.main import main
 from firstlight.cli.train import takes_texts
-from firstlight.console import rounded, time_text
+from firstlight.console import progress_bar, rounded, time_text
+from firstlight.data import prepare as prepare_module
 from firstlight.data.sources import find_sources
 from firstlight.errors import CheckpointError, ConfigError, InputError, TokenizerError
 from firstlight.from_texts import machine as machine_module
@@ -268,6 +271,24 @@ def test_train_texts_resumed_run_is_not_charged_for_start_of_command(tmp_path: P
     assert second.training is not None
     assert (first.training.step, second.training.step) == (1, 2)
     assert before < read_length(second.run_folder)["seconds_used"] < before + 30
+
+
+def test_train_texts_compressed_files_have_complete_progress_bar(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    texts = write_texts(tmp_path / "texts")
+    for path in texts.iterdir():
+        path.with_name(f"{path.name}.gz").write_bytes(gzip.compress(path.read_bytes()))
+        path.unlink()
+    bars: list[Progress] = []
+
+    def kept(*columns: ProgressColumn, shown: bool) -> Progress:
+        bars.append(progress_bar(*columns, shown=shown))
+        return bars[-1]
+
+    monkeypatch.setattr(prepare_module, "progress_bar", kept)
+    trained(texts)
+    assert [task.percentage for bar in bars for task in bar.tasks] == [100.0]
 
 
 def test_train_texts_deleted_shards_end_run_and_prevent_resume(tmp_path: Path) -> None:
