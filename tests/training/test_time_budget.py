@@ -609,14 +609,13 @@ def test_timed_run_speed_change_in_decay_ends_in_time(
     assert f">{numbers[0]:,} steps fit into 3.0 minutes<" in page
     for before, number in itertools.pairwise(numbers):
         assert f">{number:,} steps instead of {before:,}, because the speed changed<" in page
-    # A message for the decision and each correction of at least 5 %.
+    # A message for the decision and each correction.
     told = [text for text in messages if "the run will have" in text]
     why = "to use the time" if second < 2 else "to end in time"
     assert told[0].startswith(f"step {steps[0]}: the run will have {first} steps: ")
     assert told[1:] == [
         f"step {step}: the run will have {number} steps instead of {before}, {why}"
         for step, (before, number) in zip(steps[1:], itertools.pairwise(numbers), strict=True)
-        if abs(number - before) >= 0.05 * before
     ]
 
 
