@@ -94,18 +94,27 @@ def trained(folder: Path, **changes: Any) -> TextRun:
 
 
 @pytest.mark.parametrize(
-    ("prompt", "words"),
+    ("prompts", "words"),
     [
-        ("\n  Short line.\nSecond", "Short line."),
-        ("a line with more words than thirty-two letters hold", "a line with more words than"),
-        ("日" * 50, "日" * 32),
-        ("hello " + "b" * 50, "hello"),
-        ("tea\x1b]0;title\x07 time", "tea"),
-        (" \n ", ""),
+        (["\n  A short line.\nSecond"], "A short line"),
+        (["a line with more words than thirty-two letters hold"], "a line with more words than"),
+        (["日" * 50], "日" * 32),
+        (["春眠不覺曉，處處聞啼鳥"], "春眠不覺曉"),
+        (["यह एक परीक्षा है।"], "यह एक परीक्षा है"),
+        (["hello there " + "b" * 50], "hello there"),
+        (["time for tea\x1b]0;title\x07"], "time for"),
+        (["“Don’t,” said he.\n“Well then,” said she"], "Well then"),
+        (['\'"" t', "x = f(y)\nsys.path", "12 of 13"], ""),
+        (['\'"" t', "import numpy as np"], "import numpy as np"),
+        (["see /usr/share"], ""),
+        ([" \n "], ""),
+        ([], ""),
     ],
 )
-def test_first_words_keeps_shell_safe_whole_words_of_prompt(prompt: str, words: str) -> None:
-    assert first_words(prompt) == words
+def test_first_words_are_letters_and_spaces_of_line_of_language(
+    prompts: list[str], words: str
+) -> None:
+    assert first_words(prompts) == words
 
 
 def test_train_texts_folder_makes_model_and_second_call_reuses_it(

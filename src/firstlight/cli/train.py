@@ -589,7 +589,7 @@ def _show(result: TrainResult) -> None:
     show_rows(rows)
     if result.stopped_by is None and not result.diverged:
         samples, _ = sound_json_lines(result.run_folder / SAMPLES_NAME)
-        prompt = first_words(samples[0].get("prompt") or "") if samples else ""
+        prompt = first_words(line.get("prompt") or "" for line in samples)
         for line in command_lines(model_commands(result.run_folder, prompt, answers=answers)):
             show(line)
     say_findings(result.findings)
