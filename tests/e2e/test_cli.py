@@ -631,7 +631,7 @@ def test_cli_interruption_before_first_checkpoint_suggests_same_command(
     begin_step = TrainingRun.begin_step
 
     def interrupted(run: TrainingRun) -> float:
-        if run.state.step == last:
+        if run.state.step == steps:
             raise KeyboardInterrupt
         return begin_step(run)
 
@@ -640,8 +640,9 @@ def test_cli_interruption_before_first_checkpoint_suggests_same_command(
     (place / "texts/a.txt").write_text("The cat sat on the mat, and the dog ate it.\n" * 99)
     texts = ("texts", "--steps", "3", "--model.hidden_size", "64", "--data.seq_len", "32")
     unsaved = ("r.yaml", "--run.dir", "unsaved", "--checkpoint.every_steps", "0")
-    for last, words in ((0, " before the first step"), (2, "")):
-        for command in (texts, unsaved):
+    for command in (texts, unsaved):
+        for steps in (0, 2):
+            words = "" if steps else " before the first step"
             answer = run("train", *command)
             assert answer.exit_code == 130
             beginning, _, advice = answer.err.splitlines()[-1].rpartition(": ")

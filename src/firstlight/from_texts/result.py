@@ -179,7 +179,8 @@ def first_words(prompts: Iterable[str]) -> str:
         if after not in _AFTER_A_WORD:
             text = text.rpartition(" ")[0]  # The last word is a part of a name, a path or a number.
         short = textwrap.shorten(text, _PROMPT_CHARS, placeholder="", break_long_words=False)
-        # In a language without spaces, the line is a single long word and must be cut by characters.
+        # In a language without spaces, the line is a single long word and must be cut by
+        # characters.
         short = short or text.strip()[:_PROMPT_CHARS]
         is_sentence = " " in short and len(short) >= _LEAST_CHARS
         # A script without upper and lower case may also be written without spaces.
