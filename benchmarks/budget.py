@@ -521,14 +521,16 @@ _HEAD = """\
     make benchmarks NAMES=budget                                                    # this page
     python -m benchmarks budget --out DIR --corpus stdlib --corpus FILE --page PAGE.md
 
-Each run executes `firstlight train TEXT --budget TIME` in a separate process. The random search
-varies vocabulary size, width, depth, sequence length, batch size, learning rates, weight decay,
-decay fraction and epochs; firstlight chooses all other settings. Bits per byte are measured on the
-whole held-out text. "Seconds" is the duration of the command with the chosen settings.
+This page compares the settings that firstlight chooses for a time budget with a random search. Each
+run executes `firstlight train TEXT --budget TIME` in a separate process.
 
-A random run is stopped early if its bits per byte are too far above those of the run with chosen
-settings at the same share of the steps. The limits are {limits} of the steps. Before the first
-evaluation, training losses are compared. Circles in the plot mark the last value of stopped runs.
+The random search varies the vocabulary size, width, depth, sequence length, batch size, learning
+rates, weight decay, decay fraction and epochs. All bits per byte are measured on the whole held-out
+text. "Seconds" is the duration of the command with the chosen settings.
+
+A random run is stopped early if its bits per byte are too far above those of the run with the
+chosen settings at the same fraction of the steps. The limits are {limits} of the steps. In the
+plots, circles mark the last value of a run that was stopped.
 
 Machine: {machine}.
 """

@@ -135,7 +135,7 @@ ROWS: dict[str, LearningRow] = {
     ),
     "nanogpt-tuned": LearningRow(
         {**_NANOGPT, "optimizer.learning_rate": 2e-3},
-        about="nanoGPT at 2e-3, a learning rate suited to small models",
+        about="nanoGPT with a learning rate of 2e-3, which suits small models",
     ),
     "nanogpt-cpu": LearningRow(
         {
@@ -183,13 +183,15 @@ ROWS: dict[str, LearningRow] = {
     "stable-then-zero": LearningRow(
         {**_ZERO, "schedule.kind": "wsd", "schedule.decay_fraction": 0.6},
         BEFORE,
-        "the peak rate, then linear decay to zero over the last 60%",
+        "a constant rate, then linear decay to zero over the last 60%",
     ),
-    "qk-norm": LearningRow({"model.model_type": "qwen3"}, BEFORE, "Qwen3's norms on q and k"),
+    "qk-norm": LearningRow(
+        {"model.model_type": "qwen3"}, BEFORE, "Qwen3's normalisation of queries and keys"
+    ),
     "untied-head": LearningRow(
         {"model.tie_word_embeddings": False, "optimizer.head_lr_multiple": 0.2},
         BEFORE,
-        "an untied head at a fifth of the embedding's rate",
+        "an untied head at a fifth of the embedding's learning rate",
     ),
     "half-batch": LearningRow(
         {"batch.micro_batch_size": 4}, BEFORE, "4 rows per step instead of 8"
@@ -872,19 +874,20 @@ _HEAD = """\
     make benchmarks NAMES=learning                            # this page
     python -m benchmarks learning --out DIR --page PAGE.md    # a page of your own rows and corpora
 
-This page compares the settings of new models (`new`) with nanoGPT, nanochat and earlier defaults.
-Each run is a separate `firstlight train` process.
+This page compares the settings of new models (`new`) with those of nanoGPT and nanochat, and with
+earlier defaults. Each run is a separate `firstlight train` process.
 
-- **bits per byte**: mean over seeds at the end of a run, on the held-out text or on as many of its
-  tokens as the heading states. All rows share a tokenizer trained on the full text. For Shakespeare
-  with 2,048 tokens, this lowers bits per byte by 2.6%.
-- **seconds to baseline**: training time until a recipe reaches the baseline's final bits per
-  byte, measured on 32,768 held-out tokens or an eighth of the number in the heading.
-- **gain**: reduction in bits per byte, as mean and standard deviation over pairs of runs with the
-  same seed, and therefore the same text order.
+- **bits per byte**: The mean over seeds at the end of a run, measured on the held-out text or on
+  the number of its tokens given in the heading. All recipes share a tokenizer that was trained on
+  the full text. For Shakespeare with 2,048 tokens, this lowers bits per byte by 2.6%.
+- **seconds to baseline**: The training time that a recipe needs to reach the final bits per byte of
+  the baseline.
+- **gain**: The reduction in bits per byte. The mean and the standard deviation are computed over
+  pairs of runs with the same seed.
 
-A change is kept if it gains more than two standard deviations on two corpora and at two model sizes
-with three seeds, and never loses as much. If tokens are bytes, one nat is 1.4427 bits per byte.
+A change is kept if its gain is larger than two standard deviations on at least two corpora and at
+two model sizes, and if it never makes a result worse by that much. If each token is one byte, one
+nat is 1.4427 bits per byte.
 
 Machine: {machine}.
 """

@@ -167,7 +167,7 @@ def based_on(name: str) -> Build:
     """An adapter that names another base."""
 
     def spoil(place: Place, folder: Path) -> None:
-        shown = name.replace("OUTSIDE", str(place.outside)).replace("SECRET", str(place.secret))
+        shown = name.replace("OUTSIDE", str(place.outside))
         set_json(folder / "adapter_config.json", base_model_name_or_path=shown)
 
     return adapter(spoil)
@@ -320,7 +320,6 @@ FOLDERS: dict[str, Build] = {
     ),
     "an adapter's base is itself": based_on("."),
     "an adapter's base is a folder without a model": based_on("OUTSIDE"),
-    "an adapter's base is a file": based_on("SECRET"),
     "an adapter's base is not there": based_on("/nowhere/at/all"),
     "an adapter's pattern never ends": adapter(
         lambda *_: None, rank_pattern={"([a-z._0-9]+)+!": 2}, alpha_pattern={"(.*)*(.*)*(.*)*!": 2}

@@ -105,8 +105,8 @@ def test_learning_keys_are_on_their_page() -> None:
 def test_methods_page_rows_give_reason_tolerance_and_test(key: str) -> None:
     _, why, nearness, _, proof = _rows()[key]
     assert len(why) > 10
-    classes = "exact|rounding|approximate: .* nats, .*%|mathematics|plain|on a GPU alone|as its"
-    assert re.match(f"{classes}|as chosen", nearness)
+    classes = "exact|rounding|approximate: .* nats, .*%|mathematics|plain|GPU only|depends on"
+    assert re.match(classes, nearness)
     assert re.search(r"\b(alone|together|refused)\b|`test_\w+`", proof)
     assert "untested" not in nearness
 
