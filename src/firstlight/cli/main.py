@@ -32,7 +32,7 @@ from firstlight.cli.plan import plan_command
 from firstlight.cli.prepare import prepare_command
 from firstlight.cli.push import card_command, push_command, push_data_command
 from firstlight.cli.tokenizer import tokenizer_group
-from firstlight.cli.train import AGAIN, RunInterrupted, train_command
+from firstlight.cli.train import AGAIN, train_command
 from firstlight.cli.tune import tune_command
 from firstlight.cli.watch import dashboard_command, watch_command
 from firstlight.console import visible
@@ -364,8 +364,6 @@ def _run(arguments: list[str], command: click.Command, program: str) -> int:
         return _fail(_usage_error(error, program), "UsageError", 2, as_json)
     except click.exceptions.Exit as error:
         return error.exit_code
-    except RunInterrupted as error:
-        return _fail(f"interrupted{error}", "Interrupted", 130, as_json)
     except (KeyboardInterrupt, click.Abort):
         return _fail(f"interrupted{again}", "Interrupted", 130, as_json)
     except Terminated as signal_:

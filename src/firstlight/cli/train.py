@@ -23,7 +23,7 @@ import psutil
 from firstlight.cli.options import as_is_option, count_option, grouped, split_arguments, split_paths
 from firstlight.cli.output import end_with, say_findings, show, show_rows, with_json
 from firstlight.console import counted, parse_time, say, time_text
-from firstlight.errors import DIVERGED_EXIT_CODE, STOPPED_EXIT_CODE, ConfigError
+from firstlight.errors import DIVERGED_EXIT_CODE, STOPPED_EXIT_CODE, ConfigError, FirstlightError
 
 if TYPE_CHECKING:
     from firstlight.from_texts.plan import RunPlan
@@ -225,9 +225,10 @@ AGAIN = "run the same command again"
 CONTINUE = "to continue, add --resume to the same command"
 
 
-class RunInterrupted(Exception):
-    """Ctrl-C that ended a run at once. The message follows "interrupted" and says how to
-    continue."""
+class Interrupted(FirstlightError):  # noqa: N818  (the error type in the output of --json)
+    """Ctrl-C ended a run at once."""
+
+    exit_code = 130
 
 
 class _StepCount:
@@ -241,7 +242,7 @@ class _StepCount:
 
     @contextlib.contextmanager
     def explaining(self, advice: Callable[[], str]) -> Iterator[None]:
-        """Replace a KeyboardInterrupt by a `RunInterrupted`.
+        """Replace a KeyboardInterrupt by an `Interrupted` error.
 
         Args:
             advice: function that returns the advice after the first step. Before it, the same
@@ -251,8 +252,8 @@ class _StepCount:
             yield
         except KeyboardInterrupt:
             if not self.steps:
-                raise RunInterrupted(f" before the first step: {AGAIN}") from None
-            raise RunInterrupted(f": {advice()}") from None
+                raise Interrupted(f"interrupted before the first step: {AGAIN}") from None
+            raise Interrupted(f"interrupted: {advice()}") from None
 
 
 _HELP_ALL = "firstlight.help_all"
