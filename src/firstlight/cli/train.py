@@ -505,26 +505,29 @@ def _train_recipe(
         if plan is not None:
             recipe = _planned(recipe, start["resume"], start["init_from"])
         start |= {"branch_from": branch_from, "progress": True, "forecaster": forecaster}
+        assert recipe.run.dir is not None  # set by `load_recipe` and `cooldown_recipe`
+        folder = Path(recipe.run.dir).expanduser()
+        # Don't suggest repeating the command of a cooldown, because it could then branch off from a
+        # newer checkpoint.
+        again = (
+            f"continue with firstlight train {shlex.quote(str(folder / 'recipe.yaml'))} --resume"
+        )
+        advice = CONTINUE if cooldown is None else again
 
-        def advice() -> str:
-            is_saved = bool(list_checkpoints(Path(recipe.run.dir)))
-            return CONTINUE if is_saved and not start["resume"] else AGAIN
+        def advice_if_interrupted() -> str:
+            return advice if list_checkpoints(folder) and not start["resume"] else AGAIN
 
         count = _StepCount()
-        with count.explaining(advice):
+        with count.explaining(advice_if_interrupted):
             result = train(recipe, on_step=count.add, **start)
     if find_world().is_main:
         _show(result)
     if result.stopped_by is not None or result.diverged:
-        saved = shlex.quote(str(result.run_folder / "recipe.yaml"))
-        # Don't suggest repeating the command of a cooldown, because it could then branch off from a
-        # newer checkpoint.
-        again = f"continue with firstlight train {saved} --resume"
-        _end_stopped(result, CONTINUE if cooldown is None else again)
+        _end_stopped(result, advice)
     return _as_json(result)
 
 
-def _end_stopped(result: TrainResult, advice: str = CONTINUE) -> None:
+def _end_stopped(result: TrainResult, advice: str) -> None:
     """Set the exit code if a run diverged or was stopped. `advice` explains how to resume a stopped
     run.
     """
