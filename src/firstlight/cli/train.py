@@ -416,10 +416,10 @@ def train_command(arguments: tuple[str, ...], as_json: bool, **options: Any) -> 
 
     Every recipe key is also an option, such as --optimizer.learning_rate 3e-4.
 
-    SIGTERM, SIGINT (Ctrl-C) and SIGUSR1 stop the run after the current step. The run saves a
-    checkpoint and ends with exit code 75. To continue, repeat the command; with a recipe, add
-    --resume. A second signal stops the run immediately. Creating the file `save-now` in the run
-    folder saves a checkpoint. A diverged run ends with exit code 76.
+    SIGTERM, SIGINT (Ctrl-C) and SIGUSR1 stop the run after the current step, with a checkpoint and
+    exit code 75. To continue, repeat the command; recipes need --resume. A second signal stops the
+    run immediately. Creating the file `save-now` in the run folder saves a checkpoint. A diverged
+    run ends with exit code 76.
     """
     from firstlight.data.sources import missing_input, special_input, special_kind
 
