@@ -61,9 +61,7 @@ TEXT_OPTIONS = (
 
 #: Decorator that adds the options that apply only when training on texts.
 text_options = grouped(
-    click.option(
-        "--budget", metavar="TIME", help="With texts: time for the whole command, such as 30m."
-    ),
+    click.option("--budget", metavar="TIME", help="With texts: time for the command, such as 30m."),
     click.option("--tokens", metavar="N", help="With texts: tokens to train on, such as 10M."),
     click.option("--steps", type=int, metavar="N", help="With texts: optimizer steps to train."),
     click.option(
@@ -74,14 +72,12 @@ text_options = grouped(
     click.option(
         "--plan-only", is_flag=True, help="With texts: show the plan of the run and exit."
     ),
-    click.option(
-        "--explain", is_flag=True, help="With texts: show each chosen setting and its reason."
-    ),
+    click.option("--explain", is_flag=True, help="With texts: show each setting and its reason."),
     click.option("--gpu", metavar="NAME", help="With --plan-only: GPU to plan for."),
     click.option(
         "--text-key",
         metavar="KEY",
-        help="With texts: text field in JSONL, CSV and Parquet.",
+        help="With texts: text field in JSONL, CSV, Parquet.",
     ),
     click.option(
         "--val-input",
@@ -394,7 +390,7 @@ def _show_all_help(ctx: click.Context, _: click.Parameter, is_asked: bool) -> No
     metavar="N",
     help="With --nproc: number of machines.",
 )
-@click.option("--node-rank", type=int, help="With --nnodes: rank of this machine, counted from 0.")
+@click.option("--node-rank", type=int, help="With --nnodes: rank of this machine, from 0.")
 @click.option(
     "--rdzv-endpoint",
     metavar="HOST:PORT",
@@ -416,10 +412,10 @@ def train_command(arguments: tuple[str, ...], as_json: bool, **options: Any) -> 
 
     Every recipe key is also an option, such as --optimizer.learning_rate 3e-4.
 
-    SIGTERM, SIGINT (Ctrl-C) and SIGUSR1 stop the run after the current step, with a checkpoint and
-    exit code 75. To continue, repeat the command; recipes need --resume. A second signal stops the
-    run immediately. Creating the file `save-now` in the run folder saves a checkpoint. A diverged
-    run ends with exit code 76.
+    SIGTERM, Ctrl-C and SIGUSR1 stop the run after the current step, with a checkpoint and exit code
+    75. To continue, repeat the command; recipes need --resume. A second signal stops it at once.
+    Creating the file `save-now` in the run folder saves a checkpoint. A diverged run ends with exit
+    code 76.
     """
     from firstlight.data.sources import missing_input, special_input, special_kind
 
