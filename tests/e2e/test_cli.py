@@ -520,7 +520,7 @@ _ERRORS = {
     "generate run --prompt x --frequency-penalty 2.1": "frequency_penalty must be between -2 and",
     "generate run --prompt x --presence-penalty nan": "presence_penalty must be between -2 and 2",
     "generate run --prompt x --logit-bias 5": "--logit-bias 5 is not of the form ID=BIAS",
-    "generate run --prompt x --logit-bias 5=101": "logit_bias must be numbers from -100 to 100",
+    "generate run --prompt x --logit-bias 5=101": "to numbers from -100 to 100, not",
     "generate run --prompt x --logit-bias 5=1 --logit-bias 5=2": "given twice for token 5",
     "generate run --prompt x --logit-bias 99999=1": "logit_bias contains token id 99999, but",
     "generate run --prompt x --top-k -1": "top_k must be",

@@ -219,10 +219,10 @@ def test_run_prints_at_most_25_lines_before_training_and_12_after_it(
     assert "left out: 1 duplicate" in lines
     assert f"left out: 1 document, empty or only whitespace; first: {texts}/empty.txt:1" in lines
     assert any(line.startswith("left out: 1 document, not valid UTF-8; first: ") for line in lines)
-    assert any(line.startswith("skipped 1 file of other kinds, 1 .pdf (") for line in lines)
+    assert any(line.startswith("skipped 1 file of other kinds: 1 .pdf (") for line in lines)
     unread, rejected = Path("runs/texts/unread.txt"), Path("runs/texts/data/rejected.jsonl")
     assert f"full lists of the skipped inputs: {unread}, {rejected}" in lines
-    assert unread.read_text() == f"{texts}/paper.pdf\n"
+    assert unread.read_text().startswith(f"{texts}/paper.pdf\ta PDF document: extract its text ")
     for name in ("copy.txt", "empty.txt", "latin.txt"):
         assert f"/{name}" in rejected.read_text()
     # The expectation and the result are compared with gzip's size of the same text.
@@ -765,6 +765,25 @@ def test_train_texts_proposes_longer_run_from_measured_time(tmp_path: Path) -> N
     Path("runs/texts-2/pipeline.json").write_text(json.dumps(state))
     longer = trained(tmp_path / "texts").next_commands[2][0]
     assert f" --budget {4 * minutes}m " in longer
+
+
+def test_result_worse_than_gzip_says_what_helps(tmp_path: Path) -> None:
+    run = trained(write_texts(tmp_path / "texts"))
+    run = dataclasses.replace(run, bits_per_byte=2.0, gzip_bits_per_byte=1.9)
+
+    def said(**changes: Any) -> list[str]:
+        lines = result_lines(dataclasses.replace(run, **changes))
+        return [line for line in lines if line.startswith("the result is worse than gzip -9: ")]
+
+    assert said(gzip_bits_per_byte=2.1) == said(gzip_bits_per_byte=None) == []
+    (line,) = said()
+    assert line.endswith(": train longer (the command below starts a new run from the beginning)")
+    (line,) = said(next_commands=[("firstlight train texts", "continue this run")])
+    assert line.endswith(": train longer (the command below continues this run)")
+    no_longer = [one for one in run.next_commands if not one[1].startswith("train longer")]
+    for changes in ({"best": True}, {"next_commands": no_longer}):
+        (line,) = said(**changes)
+        assert line.endswith(": add texts, because more steps on the same texts would not help")
 
 
 def test_train_texts_bits_of_partial_held_out_text_are_marked(tmp_path: Path) -> None:

@@ -48,6 +48,8 @@ _LEAST_CHARS, _LEAST_LETTERS = 8, 4
 _AFTER_A_WORD = ("", *"\t,;:.!?…،؛؟।、，；：。！？")
 #: Minimum budget, in minutes, that is suggested for a longer run.
 _LEAST_MINUTES = 3
+#: Purposes of the commands that train further.
+_CONTINUE, _LONGER = "continue this run", "train longer, in another folder"
 #: An earlier checkpoint is recommended if its bits per byte are lower than those of the last
 #: evaluation by at least this fraction.
 _WORSE = 0.02
@@ -209,7 +211,7 @@ def _next_commands(
     first, second, *others = model_commands(call.folder, prompt, answers=answers, best=best)
     if stopped:
         again = length_options(request) + own_options(request)
-        yield command_of(request, again), "continue this run"
+        yield command_of(request, again), _CONTINUE
     yield first
     yield second
     if not stopped:
@@ -259,7 +261,7 @@ def _longer(
     while has_run(longer, call.state["content_key"]):
         longer = replace(longer, seconds=4 * (longer.seconds or 0.0))
     command = command_of(longer, length_options(longer) + own_options(longer))
-    yield command, "train longer, in another folder"
+    yield command, _LONGER
 
 
 def result_lines(run: TextRun) -> Iterator[str]:
@@ -282,6 +284,8 @@ def result_lines(run: TextRun) -> Iterator[str]:
         share = run.held_out_share
         part = f", measured on {100 * share:.0f}% of it" if share < 0.995 else ""
         yield f"result: {run.bits_per_byte:.3f} bits per byte of held-out {kind}{part}{compared}"
+        if run.gzip_bits_per_byte is not None and run.bits_per_byte > run.gzip_bits_per_byte:
+            yield f"the result is worse than gzip -9: {_remedy(run)}"
     if run.reward_accuracy is not None:
         yield (
             f"result: {run.reward_accuracy:.1%} of held-out preference pairs in the right order "
@@ -299,6 +303,15 @@ def result_lines(run: TextRun) -> Iterator[str]:
     took = "" if run.training is None else f"; total time: {time_text(run.seconds)}"
     yield f"model: {run.run_folder}; report: {run.run_folder / 'report.html'}{took}"
     yield from command_lines(run.next_commands)
+
+
+def _remedy(run: TextRun) -> str:
+    """Return advice on how to improve a model that has learned too little."""
+    purposes = [purpose for _, purpose in run.next_commands]
+    if run.best or not {_CONTINUE, _LONGER}.intersection(purposes):
+        return "add texts, because more steps on the same texts would not help"
+    how = "continues this run" if _CONTINUE in purposes else "starts a new run from the beginning"
+    return f"train longer (the command below {how})"
 
 
 def command_lines(commands: Sequence[tuple[str, str]]) -> Iterator[str]:
