@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import fcntl
+import gzip
 import inspect
 import json
 import os
@@ -26,12 +27,14 @@ from unittest.mock import Mock
 import click
 import pytest
 import yaml
+from rich.progress import Progress, ProgressColumn
 
 from builders import ENGLISH, write_texts
 from firstlight.cli import train as train_command
 from firstlight.cli.main import main
 from firstlight.cli.train import takes_texts
-from firstlight.console import rounded, time_text
+from firstlight.console import progress_bar, rounded, time_text
+from firstlight.data import prepare as prepare_module
 from firstlight.data.sources import find_sources
 from firstlight.errors import CheckpointError, ConfigError, InputError, TokenizerError
 from firstlight.from_texts import machine as machine_module
@@ -55,7 +58,7 @@ from firstlight.planner.plan.estimate import Estimate, estimate
 from firstlight.planner.plan.machine import Machine, find_machine, resolve_for
 from firstlight.recipe import load_recipe
 from firstlight.run_log.names import FORECAST_NAME
-from firstlight.run_log.reader import read_json_lines
+from firstlight.run_log.reader import read_json_lines, read_length
 from firstlight.training.loop import train
 
 pytestmark = pytest.mark.usefixtures("forked_processes")
@@ -91,18 +94,27 @@ def trained(folder: Path, **changes: Any) -> TextRun:
 
 
 @pytest.mark.parametrize(
-    ("prompt", "words"),
+    ("prompts", "words"),
     [
-        ("\n  Short line.\nSecond", "Short line."),
-        ("a line with more words than thirty-two letters hold", "a line with more words than"),
-        ("日" * 50, "日" * 32),
-        ("hello " + "b" * 50, "hello"),
-        ("tea\x1b]0;title\x07 time", "tea"),
-        (" \n ", ""),
+        (["\n  A short line.\nSecond"], "A short line"),
+        (["a line with more words than thirty-two letters hold"], "a line with more words than"),
+        (["日" * 50], "日" * 32),
+        (["春眠不覺曉，處處聞啼鳥"], "春眠不覺曉"),
+        (["यह एक परीक्षा है।"], "यह एक परीक्षा है"),
+        (["hello there " + "b" * 50], "hello there"),
+        (["time for tea\x1b]0;title\x07"], "time for"),
+        (["“Don’t,” said he.\n“Well then,” said she"], "Well then"),
+        (['\'"" t', "x = f(y)\nsys.path", "12 of 13"], ""),
+        (['\'"" t', "import numpy as np"], "import numpy as np"),
+        (["see /usr/share"], ""),
+        ([" \n "], ""),
+        ([], ""),
     ],
 )
-def test_first_words_keeps_shell_safe_whole_words_of_prompt(prompt: str, words: str) -> None:
-    assert first_words(prompt) == words
+def test_first_words_are_letters_and_spaces_of_line_of_language(
+    prompts: list[str], words: str
+) -> None:
+    assert first_words(prompts) == words
 
 
 def test_train_texts_folder_makes_model_and_second_call_reuses_it(
@@ -256,6 +268,36 @@ def test_train_texts_stopped_run_is_resumed(
     assert second.expected_bits_per_byte is not None
     third = trained(texts, steps=None, overrides={}, resume=True)
     assert (third.run_folder, third.training) == (first.run_folder, None)
+
+
+def test_train_texts_resumed_run_is_not_charged_for_start_of_command(tmp_path: Path) -> None:
+    texts = write_texts(tmp_path / "texts")
+    options = {"steps": None, "budget": 120, "overrides": TINY | {"run.max_minutes": 1e-9}}
+    first = trained(texts, **options)
+    assert first.training is not None
+    before = read_length(first.run_folder)["seconds_used"]
+    second = trained(texts, began=time.time() - 90, **options)
+    assert second.training is not None
+    assert (first.training.step, second.training.step) == (1, 2)
+    assert before < read_length(second.run_folder)["seconds_used"] < before + 30
+
+
+def test_train_texts_compressed_files_have_complete_progress_bar(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    texts = write_texts(tmp_path / "texts")
+    for path in texts.iterdir():
+        path.with_name(f"{path.name}.gz").write_bytes(gzip.compress(path.read_bytes()))
+        path.unlink()
+    bars: list[Progress] = []
+
+    def kept(*columns: ProgressColumn, shown: bool) -> Progress:
+        bars.append(progress_bar(*columns, shown=shown))
+        return bars[-1]
+
+    monkeypatch.setattr(prepare_module, "progress_bar", kept)
+    trained(texts)
+    assert [task.percentage for bar in bars for task in bar.tasks] == [100.0]
 
 
 def test_train_texts_deleted_shards_end_run_and_prevent_resume(tmp_path: Path) -> None:
