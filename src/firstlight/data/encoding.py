@@ -7,7 +7,7 @@ The process that calls `prepare` reads the documents and writes the shards; a Ra
 the encoding, which is nearly all of the work. The files therefore only need to exist on one
 machine, and failures of other machines can't affect the shards. If a process or node is killed, Ray
 encodes its blocks again, including finished blocks if their results were lost with the node. Each
-node needs firstlight with the `ray` extra, and the same version of `tokenizers`.
+node needs firstlight with the `ray` extra, and the same version of `tokenizers` as this machine.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class TextPiece(NamedTuple):
 
 #: Generator of pieces with their tokens, in the order of the pieces.
 Encoded: TypeAlias = Generator[tuple[TextPiece, TokenArray], None, None]
-#: Function with which an engine encodes pieces. All engines produce the same tokens.
+#: Function of an engine that encodes pieces. All engines produce the same tokens.
 Encode: TypeAlias = Callable[[Iterator[TextPiece]], Encoded]
 
 #: Approximate number of characters per batch. A process gets one batch at a time.
@@ -82,8 +82,8 @@ _NO_CLIENT = (
 
 
 def batches(pieces: Iterable[TextPiece], characters: int) -> Iterator[list[TextPiece]]:
-    """Group consecutive pieces into lists with a total of at least `characters` characters each;
-    the last list may have fewer.
+    """Group consecutive pieces into lists. Each list has a total of at least `characters`
+    characters, except that the last list may have fewer.
     """
     batch: list[TextPiece] = []
     size = 0
@@ -127,8 +127,8 @@ def encode_in_order(
     try:
         for batch in batches(pieces, characters):
             pool.submit(batch)
-            # With this many batches in the queue, all processes are busy, so don't read more of the
-            # corpus yet.
+            # If the queue contains this many batches, all processes are busy, so don't read more of
+            # the corpus yet.
             if len(pool) >= 3 * workers:
                 yield from pool.oldest()
         while len(pool):
@@ -138,8 +138,8 @@ def encode_in_order(
 
 
 def encode(texts: Iterable[str], tokenizer: Tokenizer) -> list[TokenArray]:
-    """Encode each string using a single thread. Return its token ids in the dtype of the shards
-    (see `token_dtype`).
+    """Encode each string using a single thread. Return the token ids of each string in the dtype of
+    the shards (see `token_dtype`).
 
     Raises:
         DataError: an id is beyond the tokenizer's vocabulary.
@@ -166,7 +166,7 @@ def _fitting(ids: npt.NDArray[np.int64], vocab_size: int) -> TokenArray:
 
 
 class _Worker:
-    """A process that encodes text, and the parent's end of the pipe to it.
+    """A process that encodes text, and the parent process's end of the pipe to this process.
 
     The tokenizer is sent through this pipe instead of as an argument of the process. `spawn` writes
     arguments to a different pipe, and the parent also has the reading end of that pipe open. If the
@@ -213,8 +213,8 @@ class _Processes:
     """A pool of encoding processes, and the queue of submitted batches, oldest first.
 
     For each encoding process, a thread of the parent sends batches and receives tokens. The
-    processes do not share pipes or locks. A process that is killed at any moment, even during
-    startup, therefore loses only its own batch, and a new process encodes that batch again.
+    processes do not share pipes or locks. If a process is killed at any moment, even during
+    startup, only its current batch is therefore lost, and a new process encodes that batch again.
     """
 
     def __init__(self, tokenizer: Tokenizer, workers: int) -> None:
@@ -235,7 +235,8 @@ class _Processes:
         self._waiting.append((batch, self._threads.submit(self._encode, texts)))
 
     def oldest(self) -> Iterator[tuple[TextPiece, TokenArray]]:
-        """Wait for the oldest batch, remove it, and yield each of its pieces with its tokens.
+        """Wait for the oldest batch in the queue and remove it. Yield each piece of the batch with
+        its tokens.
 
         Raises:
             DataError: processes are killed repeatedly or can't start, or a piece can't be encoded
@@ -348,9 +349,9 @@ def ray_encoder(tokenizer: Tokenizer, address: str | None) -> Iterator[Encode]:
         tokenizer: the tokenizer.
         address: HOST:PORT of a cluster that this machine belongs to, "auto" (a cluster running on
             this machine) or "local" (a cluster that is started here and stopped at the end of the
-            block). None leaves the choice to Ray (`RAY_ADDRESS`, otherwise "auto", otherwise
-            "local"). If the caller is already connected, `address` must be None, and the connection
-            is kept.
+            block). If it is None, Ray uses the environment variable `RAY_ADDRESS` or, if it is not
+            set, tries "auto" and then "local". If the caller is already connected, `address` must
+            be None, and the connection is kept.
 
     Raises:
         MissingDependencyError: Ray is not installed.
@@ -438,7 +439,7 @@ def _encode_on_ray(pieces: Iterator[TextPiece], tokenizer: Tokenizer, ray: Any) 
     """Yield each piece with its tokens, in the order of the pieces."""
     reference = ray.put(tokenizer.backend.to_str())
     task = ray.remote(_encode_block)
-    #: Blocks that are currently being encoded, each with a reference to its result.
+    #: Blocks that are being encoded, each with Ray's reference to its result.
     waiting: deque[tuple[list[TextPiece], Any]] = deque()
     try:
         for block in batches(pieces, _BLOCK_CHARACTERS):
@@ -459,7 +460,9 @@ def _encode_on_ray(pieces: Iterator[TextPiece], tokenizer: Tokenizer, ray: Any) 
 def _oldest(
     waiting: deque[tuple[list[TextPiece], Any]], ray: Any
 ) -> Iterator[tuple[TextPiece, TokenArray]]:
-    """Wait for the oldest block, remove it, and yield each of its pieces with its tokens."""
+    """Wait for the oldest block in the queue and remove it. Yield each piece of the block with its
+    tokens.
+    """
     block, reference = waiting[0]
     try:
         is_good, result = ray.get(reference)
@@ -479,12 +482,13 @@ def _oldest(
 def _encode_block(
     texts: list[str], tokenizer_json: str, release: str
 ) -> tuple[bool, list[TokenArray] | DataError]:
-    """Encode a block on a node; see `_answer`.
+    """Encode a block of text on a node of the Ray cluster. The return value is the same as that of
+    `_answer`.
 
     Args:
-        texts: the block.
+        texts: the strings in the block.
         tokenizer_json: the result of `Tokenizer.backend.to_str()`.
-        release: the required version of `tokenizers`.
+        release: the version of `tokenizers` that the node must have.
     """
     if tokenizers.__version__ != release:
         return False, DataError(

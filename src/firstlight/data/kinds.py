@@ -31,9 +31,9 @@ class FileKind(NamedTuple):
 
     Attributes:
         name: name of the type, including its article, for messages.
-        remedy: advice on how to extract the text, with the placeholders {file} (the file), {text}
-            (a text file in the same folder), {lines} (a JSONL file) and {folder} (a folder next to
-            the file).
+        remedy: advice on how to extract the text. It can contain the placeholders {file} (the
+            file), {text} (a text file in the same folder), {lines} (a JSONL file) and {folder} (a
+            folder next to the file).
         endings: suffixes of files of this type, separated by spaces.
         first_bytes: pattern that matches the first bytes of files of this type; b"" if the type
             can't be detected from the first bytes.
@@ -155,8 +155,8 @@ _UNTIL_ANSWER = (
     """until(. == [] or .[-1].role == "assistant"; .[:-1])) | select(.messages != [])' """
     """{file} > {lines}, and use that file as input"""
 )
-#: Types of chats that other programs export as JSON: (pattern that occurs in the first bytes of
-#: such a file, file type).
+#: Types of JSON files to which other programs export chats. Each entry consists of a pattern that
+#: occurs in the first bytes of such a file, and the file type.
 _EXPORTS = (
     (
         rb'"type":\s*"(?:personal_chat|bot_chat|saved_messages|(?:private|public)_\w+)"'
@@ -214,7 +214,8 @@ REASONING_FIELDS = tuple(
 )
 #: Fields by which a record is recognised as a single message from a tree of conversations.
 TREE_FIELDS = {"message_id", "role", "text"}
-#: Field names of preference pairs: (preferred answer, rejected answer).
+#: Field names of preference pairs, as (name for the preferred answer, name for the rejected
+#: answer).
 PAIR_FIELDS = (
     ("chosen", "rejected"),
     ("chosen_response", "rejected_response"),
@@ -256,7 +257,7 @@ def _control_characters(head: bytes) -> int:
 
 
 def binary_file(path: Path, kind: FileKind = _BINARY) -> str:
-    """Return the message about a file that is not text, although its suffix suggests that it is."""
+    """Return the message about a file that has the suffix of a text file but is not text."""
     return f"it is {kind.name}: {kind.advice(path)}"
 
 
@@ -315,10 +316,10 @@ def conversation_kind(
 
     Args:
         fields: names of the fields.
-        text_key: name of the text field; "" if there is none. If `text_key` is "text", a record
-            with this field is a text document even if it also has a question and an answer, except
-            for preference pairs, lists of messages and Alpaca's format. With any other `text_key`,
-            a record with this field is always a text document.
+        text_key: name of the text field; "" if there is none. A record that has this field is a
+            text document, even if it also contains a question and an answer. If `text_key` is
+            "text", there are exceptions: preference pairs, lists of messages and records in
+            Alpaca's format are not text documents.
     """
     names = {field_name(field) for field in fields}
     # The index of a table written by pandas is a column named "".

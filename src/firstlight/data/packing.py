@@ -51,7 +51,7 @@ from firstlight.errors import DataError
 from firstlight.tokenizer.messages import LOST
 
 LongPolicy = Literal["refuse", "drop", "cut"]
-#: How text is divided into rows: "stream" concatenates all documents and splits the result;
+#: Method of dividing text into rows. "stream" concatenates all documents and splits the result.
 #: "document" packs whole documents into rows.
 RowAlignment = Literal["stream", "document"]
 
@@ -59,19 +59,20 @@ RowAlignment = Literal["stream", "document"]
 _SHOWN_FILES = 5
 #: Maximum number of unused fields listed in a message.
 _SHOWN_FIELDS = 10
-#: Name of the file with the origin (file and line) of each example in a split, one per line.
+#: Name of the file that lists where each example of a split was read from. Each line contains the
+#: file and line of one example.
 ORIGINS_NAME = "{split}-examples.txt"
 
 
 @dataclass(frozen=True)
 class Packing:
-    """Packed rows of a split for one row length. In preference data, "example" refers to a pair
-    here.
+    """Packed rows of a split for one row length. In this class, an "example" of preference data is
+    a pair.
 
     Attributes:
         examples: indices of the examples in all rows, row by row, int64 [examples].
-        starts: index in `examples` of each row's first example, followed by the number of examples,
-            [rows + 1].
+        starts: index in `examples` of each row's first example, followed by the total number of
+            examples, [rows + 1].
         num_labels: number of labels per epoch.
         num_inputs: total number of positions that examples occupy in all rows.
         dropped: number of examples dropped because they are longer than a row.
@@ -91,7 +92,9 @@ class Packing:
         return len(self.starts) - 1
 
     def row(self, index: int) -> list[int]:
-        """Return the indices of the examples (for preference data, of the pairs) of a row."""
+        """Return the indices of the examples in a row. For preference data, return the indices of
+        the pairs.
+        """
         return list(map(int, self.examples[self.starts[index] : self.starts[index + 1]]))
 
     @property
@@ -164,8 +167,8 @@ class ExampleDataset(TokenDataset):
     Attributes:
         lengths: number of tokens of each example, int64 [examples].
         num_labels: number of labels in all examples.
-        together: number of adjacent examples that always share a row, called a unit in this module:
-            1, or 2 for preference pairs.
+        together: number of adjacent examples that always share a row. It is 2 for preference pairs,
+            and otherwise 1. These examples together are called a unit in this module.
 
     Raises:
         DataError: see `TokenDataset`; also raised if the folder contains text.
@@ -397,8 +400,8 @@ class PreferenceDataset(ExampleDataset):
 
 # Text in rows that start at document boundaries
 
-#: Number of pieces that are packed at a time. Packing this many takes a fraction of a second, and
-#: larger blocks would not fill the rows better.
+#: Number of pieces that are packed at a time. Packing this many pieces takes a fraction of a
+#: second, and packing more of them at a time would not fill the rows better.
 _BLOCK = 1 << 16
 
 
@@ -409,7 +412,7 @@ class AlignedRows:
     Attributes:
         labels: position in the stream of each piece's first label, int64 [pieces].
         lengths: number of positions in each piece, int64 [pieces].
-        opens: True for a piece that begins a document, bool [pieces].
+        opens: mask that is True for each piece at the beginning of a document, bool [pieces].
         starts: index of each row's first piece, followed by the number of pieces, int64 [rows + 1].
     """
 
@@ -450,7 +453,9 @@ def align_rows(
 
 
 def _pack(lengths: npt.NDArray[np.int64], seq_len: int) -> npt.NDArray[np.int64]:
-    """Pack pieces with these lengths, int64 [pieces]. Return each piece's row, int64 [pieces]."""
+    """Pack pieces into rows. The argument contains the length of each piece, int64 [pieces]. Return
+    the index of each piece's row, int64 [pieces].
+    """
     rows = np.empty(len(lengths), dtype=np.int64)
     whole = lengths == seq_len
     count = int(whole.sum())
@@ -564,8 +569,8 @@ def open_split(
 
 
 def _left_out(folder: Path, documents: Mapping[str, Any]) -> Iterator[str]:
-    """Yield one message for each reason why records were rejected. It lists the affected files and
-    shows the first rejected record.
+    """Yield one message for each reason why records were rejected. Each message lists the affected
+    files and shows the first rejected record.
 
     Args:
         folder: the prepared folder.
@@ -623,7 +628,7 @@ def chat_notes(folder: Path, manifest: Mapping[str, Any]) -> Iterator[str]:
 
 
 def kind_of(manifest: Mapping[str, Any]) -> Kind:
-    """Return the kind of data in the prepared folder with this manifest."""
+    """Return the kind of data in a prepared folder, given the folder's manifest."""
     if manifest["version"] != LABELLED_VERSION:
         return "text"
     return "preference" if manifest.get("pairs") is True else "chat"

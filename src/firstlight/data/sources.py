@@ -36,7 +36,9 @@ COMPRESSIONS = ("", ".gz", ".zst", ".bz2", ".xz")
 
 
 def compressed(*suffixes: str) -> tuple[str, ...]:
-    """Return each suffix, followed by its variants for compressed files."""
+    """Return a list that contains each suffix, followed by the corresponding suffixes of compressed
+    files.
+    """
     return tuple(suffix + compression for suffix in suffixes for compression in COMPRESSIONS)
 
 
@@ -73,7 +75,7 @@ _DATASET_FILES = frozenset({"dataset_dict.json", "dataset_info.json", "state.jso
 #: Subfolders of the standard library that are not included in the `stdlib` input.
 _STDLIB_LEFT_OUT = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages"})
 
-#: Estimated bytes of text per byte of a compressed file.
+#: Estimated number of bytes of text per byte of a compressed file.
 _UNPACKED = 3.0
 #: Size in bytes up to which `limited_sources` includes a text file either completely or not at all.
 _WHOLE_BYTES = 1 << 20
@@ -99,7 +101,7 @@ class DataSource:
 
     @property
     def key(self) -> str:
-        """Key that is the same for all names of the same file or dataset."""
+        """Key that identifies the file or dataset. It is the same for all names of a file."""
         return self.name if self.path is None else str(self.path.resolve())
 
     @property
@@ -377,15 +379,18 @@ def read_sources(folder: Path) -> tuple[list[str], list[str], bool]:
 
 
 def by_ending(files: Sequence[Path]) -> dict[str, int]:
-    """Count files by type, most frequent first. The type is the `special_kind` of a file or, if it
-    has none, its suffix in lower case ("" for a file without a suffix).
+    """Count files by type, most frequent first. For a special file such as a pipe, the type is the
+    result of `special_kind`. For an ordinary file, the type is its suffix in lower case, or "" if
+    it has no suffix.
     """
     counts = Counter(map(_unread_kind, files))
     return dict(sorted(counts.items(), key=lambda entry: (-entry[1], entry[0])))
 
 
 def _unread_kind(file: Path) -> str:
-    """Return the `special_kind` of an unread file or, if it is an ordinary file, its suffix."""
+    """Return the type of an unread file: the suffix of an ordinary file, or the result of
+    `special_kind` for any other file.
+    """
     return special_kind(file) or _ending(file.name.lower())
 
 
@@ -495,8 +500,8 @@ def holds_one_document(source: DataSource) -> bool:
 
 
 def without(sources: Sequence[DataSource], others: Sequence[DataSource]) -> list[DataSource]:
-    """Return the sources that are not in `others`. A file may have different names in the two
-    lists.
+    """Return the sources that are not in `others`. A file is recognised even if it has different
+    names in the two lists.
     """
     known = {source.key for source in others}
     return [source for source in sources if source.key not in known]
@@ -517,14 +522,15 @@ def limited_sources(
 ) -> list[DataSource]:
     """Limit sources to about `most_bytes` bytes of text in total.
 
-    If the files contain more text, an evenly spaced subset of the small text files is kept, and the
-    same fraction is read from the beginning of every other file. For a dataset, the limit is
-    `most_bytes`, because its size is unknown.
+    If the files contain more text than that, the fraction of the text to read is computed. An
+    evenly spaced subset of the small text files is kept according to this fraction, and the same
+    fraction is read from the beginning of every other file. A dataset is limited to `most_bytes`,
+    because its size is unknown.
 
     Args:
         sources: the sources to limit.
         most_bytes: number of bytes of text to read in total.
-        kept: sources that are always included and keep their own limits.
+        kept: sources that are always included, with their limits unchanged.
     """
     as_kept = {source.name: source for source in kept}
     known = [text_size(source) for source in sources]
@@ -533,8 +539,8 @@ def limited_sources(
         return [as_kept.get(source.name, source) for source in sources]
     share = min(most_bytes / total, 1.0) if total else 1.0
     limited: list[DataSource] = []
-    # For example, if the share is one fifth, every fifth small file is included, starting with the
-    # first.
+    # For example, if one fifth of the text is needed, every fifth small file is included, starting
+    # with the first.
     due = 1.0 - share
     for source, size in zip(sources, known, strict=True):
         if holds_one_document(source) and 0 < size <= _WHOLE_BYTES:
@@ -557,8 +563,8 @@ def text_size(source: DataSource) -> float:
 
 
 def text_bytes(sources: Sequence[DataSource]) -> int | None:
-    """Return the total size of the files in bytes. Return None if the size of a source differs from
-    the size of its text, as for compressed files, tables and datasets.
+    """Return the total size of the files in bytes. Return None if any source is a compressed file,
+    a table or a dataset, because its size differs from the size of its text.
     """
     plain = (*TEXT_SUFFIXES, ".jsonl")
     if all(s.path is not None and s.path.suffix in plain for s in sources):

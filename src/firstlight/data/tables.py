@@ -4,9 +4,10 @@
 In Parquet, many rows can share one stored copy of a value: either in the dictionary of a column, or
 as a common prefix of strings (DELTA_BYTE_ARRAY). A small file can therefore contain more text than
 fits in memory. The header of the first page of a column provides an upper bound on the length of a
-shared value. If it may be long, either fewer rows are read at a time, or the rows also share the
-value in memory (pyarrow's `read_dictionary`). Other columns are not read as dictionaries, because
-pyarrow would then keep all distinct strings of a row group in memory.
+shared value. If a shared value may be long, there are two options: either fewer rows are read at a
+time, or the rows also share the value in memory, with pyarrow's `read_dictionary`. Other columns
+are not read as dictionaries, because pyarrow would then keep all distinct strings of a row group in
+memory.
 """
 
 from __future__ import annotations
@@ -44,8 +45,8 @@ _COPIED_BYTES = 1 << 26
 #: Number of bytes read from the beginning of a page header to find the type and size of the page,
 #: and size of pyarrow's read buffer in bytes.
 _HEAD_BYTES, _BLOCK_BYTES = 32, 1 << 16
-#: Minimum number of bytes counted for each row and each list element. Both can be stored without
-#: taking any space in the file.
+#: Minimum number of bytes that are counted for each row and each list element, because a file can
+#: contain rows and list elements that take no space.
 _ROW_BYTES, _PLACE_BYTES = 16, 4
 #: Values of Parquet's `PageType`: data pages (versions 1 and 2), and dictionary pages.
 _DATA_PAGES, _DICTIONARY_PAGE = (0, 3), 2
@@ -75,7 +76,7 @@ def read_table(
     """Yield the rows of a table (RFC 4180) after its header.
 
     Args:
-        file: decompressed content of the table.
+        file: stream that contains the decompressed table.
         path: path of the file. Its suffix and the size of the file are used, and messages contain
             its name.
         text_key: the column to read; None reads all columns.
@@ -347,7 +348,7 @@ def _plan(path: Path, footer: Any, columns: list[str] | None) -> tuple[int, list
         chunks = [footer.row_group(group).column(index) for group in range(footer.num_row_groups)]
         encodings = ", ".join(sorted({name for chunk in chunks for name in chunk.encodings}))
         is_text, is_nested = leaf.physical_type == "BYTE_ARRAY", leaf.max_repetition_level > 0
-        # pyarrow can only share the values of text columns, and not if they have a DELTA encoding.
+        # pyarrow can share values only in text columns without a DELTA encoding.
         can_share = is_text and "DELTA" not in encodings
         # For each row group, compute the maximum size of a value. Then compute how many copies of
         # the largest value fit into a batch.
@@ -417,8 +418,8 @@ def _longest_found(path: Path, column: str, group: int, page_bytes: int) -> int:
         page_bytes: size of the dictionary page in bytes.
 
     Returns:
-        The size of the longest string, or `page_bytes` if the exact number would not change the
-        plan or pyarrow does not return the complete dictionary.
+        The size of the longest string. If the exact size would not change the plan, or if pyarrow
+        does not return the complete dictionary, the result is `page_bytes`.
     """
     if not _COPIED_BYTES // _BATCH_ROWS < page_bytes <= _COPIED_BYTES // _FEW_ROWS:
         return page_bytes
@@ -480,8 +481,8 @@ def _batch_rows(batch: Any) -> list[Any]:
 
 
 def _value_bytes(column: Any, arrow: Any) -> int:
-    """Return the size of the values in a column in bytes. A string shared by several rows is
-    counted once for each row.
+    """Return the total size of the values in a column, in bytes. A string that several rows share
+    is counted once for each of these rows.
     """
     kind = column.type
     if arrow.types.is_dictionary(kind):
