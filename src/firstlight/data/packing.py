@@ -132,7 +132,7 @@ def pack_best_fit(
     order = np.argsort(-lengths, kind="stable")
     rows: list[list[int]] = []
     rows_of_room: dict[int, list[int]] = {}
-    rooms: list[int] = []  # Keys of `rows_of_room`, ascending.
+    rooms: list[int] = []  # Keys of `rows_of_room` in ascending order.
     for item in order.tolist():
         length = int(lengths[item])
         assert 1 <= length <= capacity

@@ -71,9 +71,9 @@ def required_tokens(name: str) -> tuple[str, ...]:
 
 
 def find_template(name: str) -> tuple[str, tuple[str, ...]]:
-    """Read a template, specified by the name of a built-in template or the path of a file. Return
-    (template, special tokens that it is known to write). For a file, the special tokens are unknown
-    and the tuple is empty.
+    """Read a template, which is specified by the name of a built-in template or the path of a file.
+    Return the template and the special tokens that it is known to write. For a file, the special
+    tokens are unknown, so their tuple is empty.
 
     Raises:
         InputError: the name is neither a built-in template nor a file, or the file can't be read.
@@ -136,8 +136,8 @@ def render(
         template, variables, add_generation_prompt: see `render_chat`.
         messages: the messages, as returned by `plain_messages`.
         generation_marks: two strings to write before and after the content of each generation
-            block. The first one is written twice, with the number of the message in between if it
-            is known.
+            block. The first string is written twice. The number of the message is written between
+            the two copies if it is known.
 
     Raises:
         InputError, TokenizerError: see `render_chat`.
@@ -160,8 +160,8 @@ def render_with_beginnings(
         template: the template, in Jinja.
         messages: the messages, as returned by `plain_messages`.
         variables: additional variables for the template.
-        beginnings: the beginnings of the conversation, as pairs (number of messages, True to add
-            the beginning of the assistant's next turn).
+        beginnings: the beginnings of the conversation. Each of them is a pair of the number of
+            messages and a flag, which is True to add the beginning of the assistant's next turn.
         probe: different messages and variables to render in the same call.
 
     Returns:
@@ -197,7 +197,7 @@ _CHILD = _Child()
 
 def _within_limits(request: dict[str, Any], renderings: int) -> Any:
     """Return the result of `_rendered` for a request. Built-in templates are rendered in this
-    process, all others in the child process.
+    process, and all other templates in the child process.
 
     Args:
         request: see `_rendered`.
@@ -301,7 +301,8 @@ def flagged_pieces(
 
     Args:
         text: text rendered from marked messages (see `protected`).
-        flags: one byte per character of `text`, with any meaning.
+        flags: one byte per character of `text`. The bytes can have any meaning and are only passed
+            on.
         pattern: the pattern returned by `protected`.
 
     Yields:
@@ -378,8 +379,8 @@ def free_characters(messages: Sequence[Mapping[str, Any]], template: str) -> Ite
 def protected(
     messages: list[dict[str, Any]], tokens: Sequence[str], template: str
 ) -> tuple[list[dict[str, Any]], re.Pattern[str]]:
-    """Mark the names of special tokens that occur in messages as plain text. Each name is
-    surrounded by two marks, each a single character.
+    """Mark the names of special tokens that occur in messages as plain text. A mark, which is a
+    single character, is inserted before and after each name.
 
     Args:
         messages: the messages, as returned by `plain_messages`.
@@ -394,8 +395,8 @@ def protected(
     """
     free = free_characters(messages, template)
     before, after = next(free), next(free)
-    # Longer tokens come first, because the first matching alternative wins. Without tokens, "(?!)"
-    # matches nothing.
+    # Longer tokens come first, because a regular expression uses the first alternative that
+    # matches. If there are no tokens, the pattern is "(?!)", which never matches.
     names = "|".join(re.escape(token) for token in sorted(tokens, key=len, reverse=True)) or "(?!)"
     special = re.compile(names)
 
