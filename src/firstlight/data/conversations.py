@@ -375,8 +375,8 @@ def is_messages(value: object) -> bool:
 
 
 def _turns(entries: object, name: str) -> list[dict[str, Any]]:
-    """Convert a list to messages. The entries are either objects (see `_messages`) or strings,
-    written alternately by user and assistant.
+    """Convert a list to messages. The entries are either objects (see `_messages`), or strings that
+    the user and the assistant wrote alternately.
     """
     if not isinstance(entries, list) or len(entries) < 2 or not isinstance(entries[0], str):
         return _messages(entries, name)
@@ -546,7 +546,8 @@ def _checked(messages: list[dict[str, Any]]) -> Conversation:
 #: Keys that specify whether a message or record is trained on, as used in datasets for OpenAI,
 #: axolotl and ms-swift.
 _LEARNED = ("weight", "train", "training", "loss")
-#: Values of these keys, in lower case. Tables contain them as strings.
+#: Values of these keys for messages that are excluded (`_OFF`) and included (`_ON`), in lower case.
+#: They are strings, because tables contain them as strings.
 _OFF, _ON = ("0", "0.0", "false"), ("1", "1.0", "true")
 #: A field in `_USED_FIELDS` is always considered used. A field in `_VALUE_FIELDS` is considered
 #: used if its value is not a string. Any other string is considered used if it occurs in a message

@@ -88,8 +88,8 @@ def separate_documents(
             of that document.
 
     Returns:
-        (zero-based document number of each input within the row, int32 [num_inputs]; positions of
-        the labels to mask, int64 [masked labels])
+        Two arrays: the zero-based document number of each input within the row, int32 [num_inputs],
+        and the positions of the labels to mask, int64 [masked labels].
     """
     inner = starts[starts > 0]
     masked = inner[:0] if eos_opens else inner - 1
@@ -241,9 +241,9 @@ class Corpus(Protocol):
 
 
 class TokenDataset(Corpus):
-    """One split of prepared text. It can be sliced like a long array of token ids. Every block is
-    checked as it is read, so an error is raised if a shard changes while it is in use (see
-    `shards`).
+    """One split of prepared text, which can be sliced like a long array of token ids. Every block
+    of a shard is checked as it is read. If a shard changes while it is in use, an error is
+    therefore raised (see `shards`).
 
     Args:
         folder: a folder written by `prepare`.

@@ -126,8 +126,9 @@ def pack_best_fit(
         capacity: length of a row.
 
     Returns:
-        (indices of the items in all rows, row by row, int64 [items]; position of each row's first
-        item in this array, followed by the number of items, int64 [rows + 1])
+        Two arrays. The first one contains the indices of the items in all rows, row by row, int64
+        [items]. The second one contains the position of each row's first item in the first array,
+        followed by the number of items, int64 [rows + 1].
     """
     order = np.argsort(-lengths, kind="stable")
     rows: list[list[int]] = []
@@ -206,14 +207,14 @@ class ExampleDataset(TokenDataset):
             )
 
     def example(self, index: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
-        """Return (tokens, int64 [N]; loss mask, bool [N]) for an example of N tokens."""
+        """Return the tokens, int64 [N], and the loss mask, bool [N], of an example with N tokens."""
         start, stop = int(self._offsets[index]), int(self._offsets[index + 1])
         shard = int(np.searchsorted(self._starts, start, side="right")) - 1
         base = self._starts[shard]
         return self[start:stop], self._shards[shard].loss_mask(start - base, stop - base)
 
     def origin(self, index: int) -> str:
-        """Return the file and line of an example, for messages."""
+        """Return the file and line of an example, for use in messages."""
         path = self.folder / ORIGINS_NAME.format(split=self.split)
         try:
             with open(path, encoding="utf-8") as file:

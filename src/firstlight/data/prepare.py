@@ -205,7 +205,7 @@ def _sources_of(
     """
     names = [one for one in inputs if not isinstance(one, DataSource)]
     sources = [one for one in inputs if isinstance(one, DataSource)]
-    if names or not sources:  # Without inputs, this call raises the error.
+    if names or not sources:  # This call raises an error if there are no inputs.
         sources += find_sources(names, as_is=as_is)
     return names, sources
 
@@ -559,8 +559,8 @@ def within_tokens(
         encode: function that returns the token ids of a string.
 
     Yields:
-        (piece, tokens). The document that exceeds the limit of its split is truncated at the limit,
-        and its last piece has `last` set. All later documents of the split are skipped.
+        (piece, tokens). If a document exceeds the limit of its split, it is truncated at the limit,
+        and `last` is set in its last piece. All later documents of the split are skipped.
 
     Raises:
         ConfigError: `max_tokens` leaves no room for text besides the separators of one document.

@@ -88,7 +88,8 @@ _MAX_VALUES, _VALUE_BYTES = 1_000_000, 8
 _JSON_HEAD_BYTES = 1 << 20
 #: Number of bytes by which each rejected document counts towards the limit `DataSource.most_bytes`.
 _REJECTED_BYTES = 1000
-#: Text in which a single character makes up more than this fraction is useless for training.
+#: Maximum fraction of the text that a single character can make up. Text in which the fraction is
+#: larger is useless for training.
 COMMON_SHARE = 0.999
 
 #: Number of records at the beginning of a source from which its kind is detected. More than one is
@@ -506,7 +507,7 @@ def _rows_of_columns(value: dict[str, Any]) -> list[Any]:
     return [dict(zip(value, row, strict=True)) for row in zip(*columns, strict=True)]
 
 
-#: Fields that can only belong to a single conversation.
+#: Fields that occur only in records with a single conversation.
 _CONVERSATION_IDS = frozenset(
     "id conversation_id conv_id dialog_id dialogue_id chat_id session_id thread_id".split()
 )

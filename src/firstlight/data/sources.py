@@ -165,9 +165,9 @@ def note_on_inputs(inputs: Sequence[str | Path]) -> str:
     """Return a message about INPUTs that may not mean what the user intended, or "" if there are
     none.
 
-    There are three such cases: several INPUTs name the same file or folder; the INPUT is "stdlib",
-    and a file or folder of that name also exists; or a folder contains links to other folders,
-    which are searched only if they are INPUTs themselves.
+    There are three such cases. First, several INPUTs name the same file or folder. Second, the
+    INPUT is "stdlib", and there is also a file or folder with this name. Third, a folder contains
+    links to other folders. The linked folders are searched only if they are INPUTs themselves.
     """
     notes = []
     distinct = distinct_inputs(inputs)

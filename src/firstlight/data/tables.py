@@ -82,8 +82,8 @@ def read_table(
         text_key: the column to read; None reads all columns.
 
     Yields:
-        (line number of the row's first line; the row as {column: text}, or the reason why it is
-        rejected).
+        Pairs. The first element is the number of the row's first line. The second element is the
+        row as {column: text}, or the reason why the row is rejected.
     """
     # The csv module's limit on the length of a field applies to the entire process, not to a single
     # reader.
@@ -225,8 +225,8 @@ def _damage(error: csv.Error, begin: int, end: int) -> str:
 
 
 def _undecoded(text: str) -> int | None:
-    """Return the first byte that was not valid UTF-8, or None if there was none. Such bytes have
-    been decoded to lone surrogates (PEP 383).
+    """Return the first byte that was not valid UTF-8, or None if all bytes were valid. Invalid
+    bytes have been decoded to lone surrogates (PEP 383).
     """
     if text.isascii():
         return None
@@ -248,8 +248,8 @@ def read_parquet(
         text_key: the column to read; None reads all columns.
 
     Yields:
-        (one-based number of the row; the row as {column: value}, or the reason why it is
-        rejected).
+        Pairs. The first element is the one-based number of the row. The second element is the row
+        as {column: value}, or the reason why the row is rejected.
 
     Raises:
         InputError: the file is damaged.
@@ -334,7 +334,8 @@ def _plan(path: Path, footer: Any, columns: list[str] | None) -> tuple[int, list
         columns: the columns to read; None reads all columns.
 
     Returns:
-        (number of rows to read at a time, paths of the columns whose values are shared in memory)
+        The number of rows to read at a time, and the paths of the columns whose values are shared
+        in memory.
 
     Raises:
         InputError: the memory for a column can't be limited.
@@ -396,8 +397,8 @@ def _longest_shared(path: Path, chunk: Any) -> int:
         chunk: metadata of a column in a row group (`ColumnChunkMetaData`).
 
     Returns:
-        The size of the dictionary page if there is one; the size of the column for DELTA_BYTE_ARRAY
-        or if the header can't be read; 0 if rows do not share values.
+        The size of the dictionary page if there is one. Otherwise, the size of the column if its
+        encoding is DELTA_BYTE_ARRAY or the header can't be read, and 0 if rows do not share values.
     """
     offsets = (chunk.dictionary_page_offset, chunk.data_page_offset)
     with path.open("rb") as file:
@@ -438,8 +439,8 @@ def _longest_found(path: Path, column: str, group: int, page_bytes: int) -> int:
 
 
 def _page_head(head: bytes) -> tuple[int | None, int]:
-    """Return (type of a page, size of the decompressed page in bytes) from the header of the page.
-    The type is None if the header is invalid.
+    """Read the header of a page. Return the type of the page, and the size of the decompressed page
+    in bytes. The type is None if the header is invalid.
 
     The type and size are the first two fields of the Thrift struct `PageHeader`, in the compact
     protocol. Each field consists of the byte 0x15 (the next field is a 32-bit integer) and a number

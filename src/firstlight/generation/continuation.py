@@ -173,7 +173,8 @@ class Continuation:
             SchemaError: the constraint takes too long to follow.
         """
         assert self.finish_reason is None
-        # True if no new tokens were requested, or if the prompt fills the context.
+        # This can be true at the first call, if no new tokens were requested or if the prompt fills
+        # the context.
         if len(self.token_ids) >= self._most:
             return self._end("length")
         if isinstance(chosen, Exception):

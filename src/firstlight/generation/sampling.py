@@ -91,10 +91,11 @@ def draw(probabilities_GV: Tensor, numbers_G: Tensor) -> Tensor:
     """
     cumulative_GV = probabilities_GV.cumsum(-1, dtype=torch.float64)
     totals_G = cumulative_GV[:, -1]
-    # If the product were rounded up to the total, the index would be out of range.
+    # The minimum is needed because the product can be rounded up to the total, for which the index
+    # would be out of range.
     below_G = (numbers_G * totals_G).minimum(totals_G.nextafter(torch.zeros_like(totals_G)))
     found_G1 = torch.searchsorted(cumulative_GV, below_G[:, None], right=True)
-    # NaN probabilities would give an index out of range.
+    # If the probabilities are NaN, the index would be out of range without this limit.
     return found_G1.clamp_(max=probabilities_GV.shape[-1] - 1)
 
 

@@ -280,7 +280,7 @@ class _Vocabulary:
                     found.append(self._ids[content[place:end]])
                     break
             else:
-                end = place + 1  # No token matches here, so one byte is skipped.
+                end = place + 1  # No token matches, so skip one byte.
             place = end
         return found
 

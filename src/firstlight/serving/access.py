@@ -303,7 +303,7 @@ class LoopbackGuard:
         try:
             self._access.require(scope)
         except RequestError as error:
-            await error.response(scope, receive, send)  # Also rejects a WebSocket.
+            await error.response(scope, receive, send)  # This also rejects WebSockets.
             return
         # Remove the accept-encoding header, because tags can't be found in a compressed page.
         headers = [entry for entry in scope["headers"] if entry[0] != b"accept-encoding"]

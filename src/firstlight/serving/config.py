@@ -149,7 +149,8 @@ class ServerOptions:
         values = {**vars(self), **vars(self.limits)}
         for name, (least, highest) in _RANGES.items():
             value = values[name]
-            # Comparisons with NaN are false, so writing the check this way also rejects NaN.
+            # This form of the condition also rejects NaN, because all comparisons with NaN are
+            # false.
             if value is not None and not least <= value <= highest:
                 raise ConfigError(f"{name} must be between {least} and {highest}, not {value}")
 

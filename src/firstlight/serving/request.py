@@ -672,7 +672,7 @@ class RequestEncoder:
         self.name = name
         self.context = context
         self._tokenizer = tokenizer_of(loaded)
-        # Fail early if the settings are out of range.
+        # Check the settings here, so that an invalid value is reported before the first request.
         with_model_settings(SamplingConfig(), loaded, ())
         self._texts = TokenTexts(self._tokenizer)
         self._grammars: Grammars | None = None
@@ -892,7 +892,7 @@ class RequestEncoder:
             schema, source = request.forced_schema, "tools"
         make_constraint = self._constraints(schema, source)
         if schema is not None:
-            end_ids = self._chat_ends  # The grammar uses these end tokens.
+            end_ids = self._chat_ends  # The grammar allows these end tokens.
         settings = {"temperature": 1.0, **self._loaded.sampling, **wanted}
         samplings = [_sampling(request, n, settings) for n in range(choices)]
         try:

@@ -178,7 +178,7 @@ async def _respond_to_error(request: Request, error: Exception) -> Response:
     if isinstance(error, RequestError):
         return error.response
     if isinstance(error, RequestValidationError):
-        return not_an_object().response  # Only an empty body arrives here.
+        return not_an_object().response  # This occurs only for an empty body.
     if isinstance(error, HTTPException):
         words = {404: "there is no such path", 405: "this path does not support the HTTP method"}
         message = words.get(error.status_code, str(error.detail))
@@ -273,7 +273,7 @@ def _add_bounds(fields: dict[str, Any], encoder: RequestEncoder) -> None:
     if "tools" in fields and not encoder.has_tools:
         fields["tools"]["anyOf"][0]["maxItems"] = 0
         fields["tool_choice"] = {"enum": ["none", "auto", None]}
-    # Without this line, the schema would accept names that are not token ids.
+    # Without `additionalProperties`, the schema would accept names that are not token ids.
     fields["logit_bias"]["anyOf"][0]["additionalProperties"] = False
     kinds = fields["prompt"]["anyOf"] if "prompt" in fields else []
     for kind in (*kinds, *(kind.get("items", {}) for kind in kinds)):

@@ -143,7 +143,7 @@ class Service:
     def stop(self) -> None:
         """Stop the service. Remaining requests fail with status 503."""
         self.scheduler.stop()
-        if hasattr(self, "encoder"):  # True if `start` was called.
+        if hasattr(self, "encoder"):  # `start` has been called.
             self.encoder.close()
         for executor in (self._large, self._small):
             executor.shutdown(wait=False, cancel_futures=True)

@@ -500,7 +500,7 @@ class ChatEncoder:
         if specials and not text[specials[-1].end() : whole].strip():
             return specials[-1].end()
         if (eos := self._tokenizer.eos_token) and text.startswith(eos, whole):
-            return whole + len(eos)  # The end is written only before the next turn.
+            return whole + len(eos)  # Turns end only where another begins.
         return whole
 
     def _end_as_alone(self, chat: _Rendered, last: _Text) -> int:
@@ -712,7 +712,7 @@ def turn_end_ids(tokenizer: Tokenizer) -> tuple[int, ...]:
     if tokenizer.chat_template is None:
         return ()
     question, again = {"role": "user", "content": "1"}, {"role": "user", "content": "2"}
-    for more in ([], [again]):  # Some templates end a turn only before another.
+    for more in ([], [again]):  # Some templates end a turn only before the next.
         try:
             # The two answers have no characters in common, so the common ending of the two rendered
             # conversations is the end of the turn.

@@ -473,7 +473,7 @@ def _text(
             f"the chat template performs a forbidden operation: {problem}"
         ) from error
     except MemoryError:
-        raise  # Handled by the child process.
+        raise  # The child process handles this error.
     except Exception as error:
         reason = _one_line(f"{type(error).__name__}: {error}")
         raise TokenizerError(f"the chat template fails on these messages: {reason}") from error

@@ -658,8 +658,8 @@ def _try_out(request: tuple[str, str]) -> None:
             except MemoryError:
                 raise
             except Exception:  # noqa: BLE001 - the library raises plain exceptions
-                # For example, there is no token for a word. Such an error is reported later, when
-                # text with such a word is encoded.
+                # This happens, for example, if there is no token for a word. Such an error is
+                # reported later, when text that contains the word is encoded.
                 continue
         longest = max(len(encoding.ids), len(decoded), len(normal))
         if longest > _MOST_GROWTH * len(text) + _MOST_PREPENDED:
