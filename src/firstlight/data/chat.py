@@ -356,7 +356,7 @@ class _ChatPreparation:
         loss_mask = np.array(chat.loss_mask)
         loss_mask[0] = False  # The first token can't be predicted because no token precedes it.
         # Count at least one byte of text, because bits per byte are computed by dividing by this
-        # number and an example whose only label is an end token contains no text.
+        # number. An example whose only label is an end token does not contain any text.
         ids, text_bytes = np.array(chat.ids, dtype=self._writer.dtype), max(chat.text_bytes, 1)
         self._writer.write(split, ids, loss_mask, text_bytes=text_bytes)
         self._torn += chat.torn

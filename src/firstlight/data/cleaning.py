@@ -24,8 +24,8 @@ _SEPARATOR = re.compile(
 #: documents or is only mentioned in the text. The longest separator has at most half as many bytes.
 _CONTEXT = 64
 #: End of a document directly before a separator: a letter, a digit, punctuation or a closing quote.
-#: A quote after a space, a bracket, an operator or the prefix of a string literal is an opening
-#: quote (common in source code) and does not match.
+#: The pattern does not match an opening quote, which is common in source code: a quote after a
+#: space, a bracket, an operator or the prefix of a string literal.
 _TEXT_BEFORE = re.compile(
     rb"(?:[\w\x80-\xff.!?;)\]*_~]|(?<![\s(\[{=,:;+])(?<!\b[bfru])[\"'])\Z", re.IGNORECASE
 )
@@ -155,7 +155,8 @@ def split_documents(
             yield from document.end("", even_empty=is_first)
             return
         # The last bytes of the block may contain the beginning of a separator that extends into the
-        # next block, or a separator that can't be judged without the text after it.
+        # next block. They may also contain a separator string that can't be classified without the
+        # text after it.
         place = max(place, len(text) - _CONTEXT // 2 if mark is None else mark.start())
         end = max(begin, place - _CONTEXT)
         document.add(text[begin:end])

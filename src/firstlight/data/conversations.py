@@ -116,7 +116,8 @@ class BadRecordError(FirstlightError):
     """Raised if a record is not a valid conversation, preference pair or text document.
 
     Args:
-        reason: a key of `REASONS`, or of `records.REASONS` for a text document.
+        reason: short name of the reason. It is a key of `REASONS` or, for a text document, of
+            `records.REASONS`.
         detail: description of the problem, used as the message.
     """
 

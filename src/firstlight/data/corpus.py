@@ -54,8 +54,8 @@ from firstlight.data.shards import (
 )
 from firstlight.errors import ConfigError, DataError
 
-#: Arrays for one row of a batch, both of shape [seq_len]: token ids or labels (`RowIds`), and the
-#: document number of each position (`DocumentIds`).
+#: Arrays for one row of a batch, with shape [seq_len]. `RowIds` contains token ids or labels, and
+#: `DocumentIds` contains the document number of each position.
 RowIds = npt.NDArray[np.int64]
 DocumentIds = npt.NDArray[np.int32]
 #: Kind of data in a prepared folder (a value of `data.kind`), or "mix".
@@ -439,11 +439,11 @@ class TokenDataset(Corpus):
 # corpora repeats every ten rows.
 #
 # Positions and the rows of each corpus are counted from 0 within a period. For a corpus that
-# provides a fraction w of all rows, the earliest position of its row j is j / w (rounded down), and
-# its deadline is (j + 1) / w (rounded up): the row must be provided before this position. Each
-# position is given to the available row with the earliest deadline. With this rule, all deadlines
-# are met (Baruah et al., "Proportionate progress", 1996). For any n, the first n rows therefore
-# contain more than n * w - 1 and fewer than n * w + 1 rows of the corpus.
+# provides a fraction w of all rows, the earliest position of its row j is j / w, rounded down. The
+# deadline of this row is (j + 1) / w, rounded up: the row must be provided before this position.
+# Each position is given to the available row with the earliest deadline. With this rule, all
+# deadlines are met (Baruah et al., "Proportionate progress", 1996). For any n, the first n rows
+# therefore contain more than n * w - 1 and fewer than n * w + 1 rows of the corpus.
 #
 # Each corpus provides its rows in the same order as if it were used alone, and reshuffles them in
 # each of its own epochs.

@@ -69,8 +69,9 @@ _ATTEMPTS = 3
 #: Approximate number of characters per block. Each task on a Ray cluster encodes one block, which
 #: takes at least half a second.
 _BLOCK_CHARACTERS = 1 << 22
-#: Number of blocks per processor that are sent to a Ray cluster ahead of the block that is being
-#: written, and the maximum total number of such blocks (a gigabyte of text).
+#: Maximum number of blocks to send to a Ray cluster before the oldest of them has been written.
+#: `_BLOCKS_PER_CPU` is the limit per processor. `_MAX_BLOCKS` is the limit for the entire cluster,
+#: which corresponds to a gigabyte of text.
 _BLOCKS_PER_CPU, _MAX_BLOCKS = 4, 256
 #: Timeout for connecting to the address of a Ray cluster, in seconds.
 _SECONDS_TO_CONNECT = 10.0
@@ -178,7 +179,8 @@ class _Worker:
         context = multiprocessing.get_context("spawn")
         self._end, there = context.Pipe()
         self._process = context.Process(target=_work, args=(there,), daemon=True)
-        # Close the parent's copy of the other end, so that the pipe is closed when the child ends.
+        # Close the parent's copy of the child's end of the pipe, so that the pipe is closed when
+        # the child ends.
         with there:
             self._process.start()
         self._unsent: list[str] = [tokenizer_json]
@@ -347,11 +349,11 @@ def ray_encoder(tokenizer: Tokenizer, address: str | None) -> Iterator[Encode]:
 
     Args:
         tokenizer: the tokenizer.
-        address: HOST:PORT of a cluster that this machine belongs to, "auto" (a cluster running on
-            this machine) or "local" (a cluster that is started here and stopped at the end of the
-            block). If it is None, Ray uses the environment variable `RAY_ADDRESS` or, if it is not
-            set, tries "auto" and then "local". If the caller is already connected, `address` must
-            be None, and the connection is kept.
+        address: HOST:PORT of a cluster that this machine belongs to. "auto" uses a cluster that is
+            already running on this machine. "local" starts a cluster on this machine, and stops it
+            at the end of the `with` block. If it is None, Ray uses the environment variable
+            `RAY_ADDRESS` or, if it is not set, tries "auto" and then "local". If the caller is
+            already connected, `address` must be None, and the connection is kept.
 
     Raises:
         MissingDependencyError: Ray is not installed.

@@ -63,8 +63,8 @@ _SHEET = (
 _SLIDES = "save it as PDF, and extract the text from the PDF with pdftotext"
 _UNPACKED_BY = "unpack it with %s, and use that folder"
 _COMPRESSED, _PIPED_BY = "a compressed file", "unpack it with %s -dc < {file} > {text}"
-#: Templates of patterns for the first bytes of ZIP files: an OpenDocument file of a given type, and
-#: a ZIP file that contains a folder with a given name.
+#: Templates of patterns for the first bytes of two kinds of ZIP files: an OpenDocument file of a
+#: given type, and a ZIP file that contains a folder with a given name.
 _OPEN_DOCUMENT = rb"PK\x03\x04.*mimetypeapplication/vnd\.oasis\.opendocument\."
 _FOLDER = rb"(?=PK\x03\x04).*PK\x03\x04.{26}"
 

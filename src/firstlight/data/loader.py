@@ -46,10 +46,10 @@ class Batch:
         document_ids: zero-based document number of each input token within its row, int32 [B, T];
             None without document masking.
         references: for preference pairs, the log-probability of each document's answer under the
-            reference model (the model before training), fp64 [B, D], where D is the maximum number
-            of documents in a row. Documents 2 i and 2 i + 1 form a pair. 0 means that the
-            log-probability is unknown, and NaN means that the row has no such document. None for
-            other data.
+            reference model, which is the model before training. The shape is fp64 [B, D], where D
+            is the maximum number of documents in a row. Documents 2 i and 2 i + 1 form a pair. A
+            value of 0 means that the log-probability is unknown, and NaN means that the row has
+            fewer documents. For other data, `references` is None.
     """
 
     input_ids: Tensor

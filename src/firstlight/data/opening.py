@@ -119,14 +119,14 @@ _NOT_LATIN = tuple(
     "cp1255 iso8859_8 cp1256 iso8859_6 cp874".split()
 )
 _LATIN = tuple("cp1252 cp1250 cp1254 cp1257 cp850 cp775 mac_roman iso8859_2".split())
-#: Minimum number of non-ASCII bytes required to detect an encoding, and the minimum margin by which
-#: the best match must beat all other encodings in charset-normalizer's measure of disorder
-#: ("chaos").
+#: Two conditions for detecting an encoding: the minimum number of non-ASCII bytes, and the minimum
+#: margin between the best match and all other encodings. The margin is a difference in
+#: charset-normalizer's measure of disorder ("chaos").
 _LEAST_BYTES, _LEAST_DISTANCE = 20, 0.05
 #: Number of ASCII bytes before the first non-ASCII byte of a file that are also examined.
 _CONTEXT_BYTES = 1000
 #: Windows-1252 bytes of the non-ASCII characters in German, French, Spanish, Portuguese, Italian,
-#: Dutch and Scandinavian texts, except bytes that represent a different letter in Windows-1250 or
+#: Dutch and Scandinavian text, except bytes that represent a different letter in Windows-1250 or
 #: Windows-1254.
 _WESTERN = set(
     "àáâãäåæçèéêëìíîïñòóôöøùúûüßœÀÁÂÃÄÅÆÇÈÉÊËÌÍÎÏÑÒÓÔÖØÙÚÛÜŒ«»°§¡£€©®…–—‘’“”„‚•·ºª\xa0".encode(

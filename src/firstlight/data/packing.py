@@ -162,8 +162,9 @@ class ExampleDataset(TokenDataset):
 
     Args:
         folder, split, verify: see `TokenDataset`.
-        long: handling of an example longer than a row: "refuse" raises an error, "drop" drops the
-            example, and "cut" truncates it (or drops it if no label would remain).
+        long: how to handle an example that is longer than a row. "refuse" raises an error, and
+            "drop" drops the example. "cut" truncates the example, or drops it if no label would
+            remain.
 
     Attributes:
         lengths: number of tokens of each example, int64 [examples].
@@ -207,7 +208,9 @@ class ExampleDataset(TokenDataset):
             )
 
     def example(self, index: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
-        """Return the tokens, int64 [N], and the loss mask, bool [N], of an example with N tokens."""
+        """Return the tokens, int64 [N], and the loss mask, bool [N], of the example at `index`,
+        which has N tokens.
+        """
         start, stop = int(self._offsets[index]), int(self._offsets[index + 1])
         shard = int(np.searchsorted(self._starts, start, side="right")) - 1
         base = self._starts[shard]
@@ -236,8 +239,8 @@ class ExampleDataset(TokenDataset):
         return self._packings[seq_len]
 
     def _packed(self, seq_len: int) -> Packing:
-        # Number of positions that each unit (an example, or both examples of a pair) takes in a
-        # row.
+        # Number of positions that each unit takes in a row. A unit is an example or, for preference
+        # data, both examples of a pair.
         sizes = (self.lengths - 1).reshape(-1, self.together).sum(1)
         long = np.flatnonzero(sizes > seq_len)
         if len(long) and self.long == "refuse":
@@ -408,7 +411,8 @@ _BLOCK = 1 << 16
 
 @dataclass(frozen=True)
 class AlignedRows:
-    """Packed rows of a text split, stored as arrays with one element per piece, in row order.
+    """Packed rows of a text split. Each row consists of pieces of documents. The arrays contain one
+    element for each piece, in the order of the rows.
 
     Attributes:
         labels: position in the stream of each piece's first label, int64 [pieces].

@@ -107,7 +107,7 @@ def prepare(
 
     Args:
         inputs: INPUTs (see `find_sources`), or sources returned by `find_sources`. The INPUT
-            "random:TOKENS[:SEED]" can't be combined with others.
+            "random:TOKENS[:SEED]" can't be combined with any other INPUT.
         tokenizer: a tokenizer, or a folder or file that contains one.
         out: the folder to write.
         val_fraction: fraction of the text (in bytes) to hold out for validation, in whole
@@ -290,8 +290,8 @@ class _Preparation:
         self.changed: dict[int, tuple[str, tuple[str, ...]]] = {}
         self.changes = ChangeCounts()
         #: Rejected records that have not been counted yet, each with the number of the document
-        #: before it. Used only with `max_tokens`: rejected records after the last written document
-        #: must not be counted, because the manifest would then depend on how far documents are read
+        #: before it. Used only with `max_tokens`. Rejected records after the last written document
+        #: must not be counted. Otherwise, the manifest would depend on how far documents are read
         #: ahead.
         self.waiting: deque[tuple[int, Record, BadRecordError]] = deque()
         self.split_by = "none"

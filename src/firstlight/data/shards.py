@@ -94,8 +94,9 @@ _SHARD_FIELDS = {"file": str, "tokens": int, "bytes": int, "sha256": str}
 TokenArray = npt.NDArray[np.uint16] | npt.NDArray[np.uint32]
 
 #: Size of a block in bytes. A block is small because the checksum of the entire block must be
-#: computed to read a single token (13 µs at 5 GB/s, the speed of zlib's CRC-32 with carry-less
-#: multiplication). It is large enough for the checksums of 100 GB to fit into 12 MB of memory.
+#: computed to read a single token. This takes 13 µs at 5 GB/s, the speed of zlib's CRC-32 with
+#: carry-less multiplication. It is large enough for the checksums of 100 GB to fit into 12 MB of
+#: memory.
 BLOCK_BYTES = 1 << 16
 #: Number of document offsets that are checked at a time when a shard is opened.
 _OFFSETS_AT_ONCE = 1 << 17
@@ -417,8 +418,8 @@ def require_known(tokens: npt.NDArray[Any], vocab_size: int, where: str) -> None
 
 
 def require_one_split(val_inputs: Sequence[object], val_fraction: float) -> None:
-    """Raise a ConfigError if both validation inputs and a non-default fraction to hold out are
-    specified.
+    """Raise a ConfigError if validation inputs are specified together with a non-default fraction
+    to hold out.
     """
     if val_inputs and val_fraction not in (0, 0.1):
         raise ConfigError(

@@ -77,7 +77,8 @@ _STDLIB_LEFT_OUT = frozenset({"test", "tests", "idle_test", "site-packages", "di
 
 #: Estimated number of bytes of text per byte of a compressed file.
 _UNPACKED = 3.0
-#: Size in bytes up to which `limited_sources` includes a text file either completely or not at all.
+#: Maximum size of a small text file in bytes. `limited_sources` includes a small text file either
+#: completely or not at all.
 _WHOLE_BYTES = 1 << 20
 
 
@@ -470,8 +471,8 @@ def _searched(folders: Sequence[str]) -> list[str]:
 
 
 def _linked_folders(folder: str, named: Collection[str]) -> Iterator[Path]:
-    """Yield the links in a folder that point to folders other than those in `named`. `_files_under`
-    does not follow such links, because they may be cyclic.
+    """Yield the links in a folder that point to other folders, except links to the folders in
+    `named`. `_files_under` does not follow such links, because they may be cyclic.
     """
     for root, folders, _ in os.walk(folder):
         folders[:] = _searched(folders)

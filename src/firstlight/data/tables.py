@@ -42,8 +42,8 @@ _BATCH_ROWS, _FEW_ROWS = 1024, 8
 _BATCH_BYTES = 1 << 24
 #: Maximum size in bytes of one column of a batch, if each row has its own copy of the value.
 _COPIED_BYTES = 1 << 26
-#: Number of bytes read from the beginning of a page header to find the type and size of the page,
-#: and size of pyarrow's read buffer in bytes.
+#: Two sizes in bytes: the number of bytes at the beginning of a page header that are read to find
+#: the type and size of the page, and the size of pyarrow's read buffer.
 _HEAD_BYTES, _BLOCK_BYTES = 32, 1 << 16
 #: Minimum number of bytes that are counted for each row and each list element, because a file can
 #: contain rows and list elements that take no space.

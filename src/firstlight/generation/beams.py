@@ -147,8 +147,9 @@ def _next_beams(
     ]
     scores_N = torch.cat(scores)
     vocab_size = logits_BV.shape[1]
-    # There are `config.beams` candidates in addition to the end tokens of all beams, so that enough
-    # beams remain even if every end token is among the most likely tokens.
+    # In addition to one candidate for each end token of each beam, there are `config.beams`
+    # candidates. Enough beams therefore remain even if every end token is among the most likely
+    # tokens.
     wanted = min((1 + max(len(ends), 1)) * config.beams, len(scores_N))
     values, places = scores_N.topk(wanted)
     following, rows = list[_Beam](), list[int]()

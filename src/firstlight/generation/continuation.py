@@ -299,7 +299,7 @@ def _shifted(
                 errors[row] = error
     if shifted:
         rows = [shifted[row] if row in shifted else logits_BV[row] for row in range(len(texts))]
-        # Avoid a copy if there is only one text.
+        # Avoid a copy if there is only one continuation.
         logits_BV = rows[0][None] if len(rows) == 1 else torch.stack([row.float() for row in rows])
     return logits_BV, errors
 

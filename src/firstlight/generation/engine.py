@@ -78,8 +78,8 @@ def load(
             hint = nearest(value, known) or f" (known: {', '.join(known)})"
             raise ConfigError(f"{name} '{value}' is unknown{hint}")
     if dtype == "int8" and torch.device(device).type == "cuda":
-        # On CUDA GPUs, torch's int8 kernel is slower than casting the weights to bf16, and the cast
-        # moves 2.5 times as many bytes as a product of bf16 weights.
+        # On CUDA GPUs, torch's int8 kernel is slower than casting the weights to bf16. This cast
+        # moves 2.5 times as many bytes as a matrix product with bf16 weights.
         raise ConfigError(
             "dtype int8 is supported only on CPUs, because it is slower than bfloat16 on a GPU: "
             "use bfloat16, or set the device to cpu"

@@ -542,9 +542,9 @@ class LogprobsWriter:
         if self._texts.adds_text(token_id):
             content = self._texts.bytes_of(token_id)
         if not 0x80 <= (content or b"\x80")[0] < 0xC0:
-            # The token does not begin with a UTF-8 continuation byte, so no character spans both
-            # this token and the previous one. If the bytes so far end in an incomplete character,
-            # it counts as one replacement character.
+            # The token does not begin with a UTF-8 continuation byte, so no character spans the
+            # previous token and this token. If the bytes so far end in an incomplete character, it
+            # counts as one replacement character.
             self._offset += len(self._characters.decode(b"", final=True))
         offset = max(self._offset, 0)
         self._offset += len(self._characters.decode(content))

@@ -314,7 +314,7 @@ class ChatEncoder:
                 in the format returned by `messages.normalize_message`.
             options: additional variables for the template, such as `tools`, as plain JSON.
             masked: indices of assistant messages that are excluded from the loss.
-            train_on: tokens to use as labels; "all" means all tokens except those in masked
+            train_on: tokens to use as labels; "all" means all tokens except the tokens of masked
                 messages.
 
         Raises:
@@ -462,8 +462,8 @@ class ChatEncoder:
         for header in filter(None, headers):
             if (at := text.rfind(header, before, start)) >= 0:
                 return _Span(index, at + len(header), 0, opened=prompt[len(header) :])
-        # Find out what the template writes between the prompt and the answer when the answer is the
-        # last message.
+        # Determine the text that the template writes between the prompt and the answer if the
+        # answer is the last message.
         with contextlib.suppress(InputError, TokenizerError):
             history = chat.messages[:index]
             whole = render(self._template, history, chat.variables, add_generation_prompt=True)

@@ -5,7 +5,7 @@ with downloaded models, so they are treated as untrusted programs: a template ge
 data and runs in Jinja's sandbox, where it can neither modify the data nor use it to reach Python
 objects. All templates except the built-in ones are rendered in a child process with limited time
 and memory (see `files.limits`), because nested loops, repeatedly doubled strings and recursive
-macros could otherwise use unlimited amounts of both.
+macros could otherwise use unlimited time and memory.
 """
 
 from __future__ import annotations

@@ -72,14 +72,14 @@ _LLAMA3_SPECIAL_TOKENS = (
 #: Size of tiktoken's r50k_base, which is GPT-2's vocabulary.
 _NUM_GPT2_RANKS = 50_256
 #: Limits of the child process in which an unknown tokenizer.json is tested: CPU time in seconds and
-#: memory in bytes, each with a part that is proportional to the file size. For example, XLM-R's
-#: file (9 MB, with 250,000 tokens that are stored as a tree) takes 32 bytes of memory per byte of
-#: the file.
+#: memory in bytes. Each limit consists of a constant and a part that is proportional to the file
+#: size. For example, XLM-R's file (9 MB, with 250,000 tokens that are stored as a tree) takes 32
+#: bytes of memory per byte of the file.
 _TRIAL_SECONDS, _BYTES_PER_SECOND = 1.0, 4_000_000
 _TRIAL_MEMORY, _MEMORY_PER_BYTE = 48 << 20, 40
-#: Maximum number of tokens or characters that a tokenizer can produce for one character (some
-#: tokenizers replace a newline with "<|newline|>"), and maximum number that it can add before and
-#: after a string.
+#: Limits on the output of a tokenizer, in tokens or characters. `_MOST_GROWTH` is the maximum
+#: number for one input character, because some tokenizers replace a newline with "<|newline|>".
+#: `_MOST_PREPENDED` is the maximum number that a tokenizer can add before and after a string.
 _MOST_GROWTH, _MOST_PREPENDED = 16, 1000
 #: Maximum accepted token id. It is larger than the ids in any real vocabulary.
 _HIGHEST_ID = 1 << 26
@@ -244,8 +244,8 @@ def _other_of_pair(path: Path, names: dict[str, str]) -> Path | None:
 
     Args:
         path: one file of the pair.
-        names: mapping from the name of one file of the pair to the name of the other. The entry for
-            `path` is tried first.
+        names: mapping from the name of one file of a pair to the name of the other file. The entry
+            for `path` is tried first.
     """
     for name in dict.fromkeys([names.get(path.name, ""), *names.values()]):
         if name and path.with_name(name).is_file():
@@ -736,8 +736,8 @@ _PIECE_CHARACTERS = 1 << 18
 #: Number of characters after the end of a piece that are searched for a boundary.
 _BOUNDARY_CHARACTERS = 1 << 18
 
-#: Pattern for a boundary between pieces: before a space that follows a character other than
-#: whitespace, or before a newline or ASCII punctuation that follows a letter or digit.
+#: Pattern for a boundary between pieces. The boundary is before a space that follows a character
+#: other than whitespace, or before a newline or ASCII punctuation that follows a letter or digit.
 _BOUNDARY = re.compile(r"(?<=\S) |(?<=[^\W_])[\n!-/:-@\[-`{-~]")
 
 
