@@ -353,7 +353,7 @@ def change_lines(
     """Yield a message to the user for each kind of change.
 
     Args:
-        record, names: see `ChangeCounts`.
+        record, names: results of the `ChangeCounts` methods with these names.
         total: number of documents in the corpus.
     """
     for change, counts in record.items():

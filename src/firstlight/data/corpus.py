@@ -413,9 +413,9 @@ class TokenDataset(Corpus):
         return None
 
     def predicts_first(self, first_id: int | None) -> bool:
-        """Return True if the very first token of the split is predicted when it is preceded by
-        `first_id`. A leading bos is never predicted, because it does not represent any text, and
-        neither is the first token of a conversation.
+        """Return True if the very first token of the split is predicted when `first_id` is inserted
+        before it. A bos token at the beginning of the split is never predicted, because it does not
+        represent any text. The first token of a conversation is not predicted either.
         """
         return first_id is not None and int(self[0:1][0]) != first_id
 

@@ -351,7 +351,7 @@ def ray_encoder(tokenizer: Tokenizer, address: str | None) -> Iterator[Encode]:
         tokenizer: the tokenizer.
         address: HOST:PORT of a cluster that this machine belongs to. "auto" uses a cluster that is
             already running on this machine. "local" starts a cluster on this machine, and stops it
-            at the end of the `with` block. If it is None, Ray uses the environment variable
+            at the end of the `with` block. If `address` is None, Ray uses the environment variable
             `RAY_ADDRESS` or, if it is not set, tries "auto" and then "local". If the caller is
             already connected, `address` must be None, and the connection is kept.
 

@@ -42,7 +42,7 @@ def compressed(*suffixes: str) -> tuple[str, ...]:
     return tuple(suffix + compression for suffix in suffixes for compression in COMPRESSIONS)
 
 
-#: Suffixes of files with one record per line, and of tables.
+#: Suffixes of tables, and of files with one record per line.
 LINES_SUFFIXES, TABLE_SUFFIXES = compressed(".jsonl", ".ndjson"), compressed(".csv", ".tsv")
 #: Suffixes of files that contain several documents.
 _MANY_DOCUMENTS = (*LINES_SUFFIXES, *TABLE_SUFFIXES, ".parquet")
@@ -255,7 +255,7 @@ def special_input(item: str, kind: str) -> str:
 
     Args:
         item: the INPUT.
-        kind: the result of `special_kind`.
+        kind: type of the INPUT, as returned by `special_kind`.
     """
     text = shlex.quote(f"{Path(item).name}.txt")
     advice = "specify a file or a folder of texts"

@@ -330,8 +330,8 @@ def _eager(
 ) -> Tensor:
     """Compute one decoding step without compilation. See `CompiledStep.__call__` for the arguments.
 
-    This is a function and not a method of `BatchDecoder`. With a method, the decoder would refer to
-    itself, and its cache would stay in memory until the garbage collector runs.
+    This is a function and not a method of `BatchDecoder`. With a method, the decoder would contain
+    a reference to itself, and its cache would stay in memory until the garbage collector runs.
     """
     logits_BV: Tensor = model(input_ids_B1, cache=cache.ragged(lengths_B, reach))[:, -1]
     return logits_BV
@@ -410,7 +410,7 @@ class CompiledStep:
         self._compiled = torch.compile(self._forward, fullgraph=True)
 
     def __call__(self, input_ids_B1: Tensor, lengths_B: Tensor, reach: int) -> Tensor:
-        """Return the logits [B, V] after one more token of each sequence.
+        """Append one token to each sequence. Return the logits [B, V] of the following tokens.
 
         Args:
             input_ids_B1: the new token of each sequence, int64.
@@ -481,10 +481,10 @@ class RaggedSteps:
         self._known: tuple[list[int], list[int]] = [], []
 
     def __call__(self, ids: list[int], lengths: list[int], rows: int, reach: int) -> Tensor:
-        """Return the logits [rows, V] after one more token of each sequence.
+        """Append one token to each sequence. Return the logits [rows, V] of the following tokens.
 
         Args:
-            ids: the new tokens.
+            ids: the new token of each sequence.
             lengths: length of each sequence before its new token, at least one.
             rows: number of rows to compute, including unused rows after the sequences. It must
                 depend only on the number of sequences.

@@ -131,7 +131,7 @@ class LlamaStep:
         """Append one token to each sequence. Return the logits [B, V] of the following tokens.
 
         Args:
-            token_ids: the new tokens of the first B sequences, at most `most_rows`.
+            token_ids: the new token of each of the first B sequences. B is at most `most_rows`.
             lengths: number of tokens in each sequence before its new token.
 
         Raises:

@@ -240,7 +240,7 @@ def _add_generation(app: FastAPI, service: Service) -> None:
 
     @app.post("/v1/completions", response_model=Completion, responses=streamed)
     async def completions(body: CompletionRequest, request: Request) -> Response:
-        """Continue one or more texts."""
+        """Complete one or more prompts."""
         return await _respond(service, body, request)
 
     @app.post(

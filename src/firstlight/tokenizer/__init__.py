@@ -126,8 +126,8 @@ def train_tokenizer(
 def _train(
     backend: tokenizers.Tokenizer, trainer: trainers.BpeTrainer, batches: Iterator[list[str]]
 ) -> None:
-    """Train `backend` in another thread (see `in_thread`). The text is read in this thread, so that
-    reading a file or dataset can be interrupted.
+    """Train `backend` in a separate thread (see `in_thread`). The text is read in the calling
+    thread, so that reading a file or dataset can be interrupted.
     """
     waiting: queue.Queue[list[str] | None] = queue.Queue(1)
     stopped = threading.Event()

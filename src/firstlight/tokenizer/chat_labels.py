@@ -328,8 +328,8 @@ class ChatEncoder:
         except TokenizerError:
             if self._text_arguments or not any(one.get("tool_calls") for one in plain):
                 raise
-        # Some templates, such as DeepSeek's, expect the arguments of calls as a string, which they
-        # output unchanged.
+        # Some templates, such as DeepSeek's, expect the arguments of tool calls as a string, and
+        # output this string unchanged.
         self._text_arguments = True
         try:
             return self._labelled(plain, options, masked, train_on)

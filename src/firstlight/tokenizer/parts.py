@@ -317,7 +317,7 @@ def library_errors(problem: str, *, muted: bool = False) -> Iterator[None]:
 
 
 def in_thread(call: Callable[[], T]) -> Future[T]:
-    """Run a long library call in another thread, and return a future for its result.
+    """Run a long library call in a separate thread, and return a future for its result.
 
     Python runs signal handlers in the main thread, but only after the current library call in the
     main thread returns. If the main thread only waits for another thread, signals are handled
