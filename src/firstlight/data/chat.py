@@ -86,10 +86,10 @@ class ChatOptions:
             examples, the preferred answer first.
         form: format of the records, such as "sharegpt". "auto" detects the format of each record
             from its keys.
-        train_on: tokens to use as labels: "assistant" for everything the assistant writes (answers,
-            tool calls, reasoning) and the end-of-turn tokens; "last" for the assistant's last
-            message only; "answers" for the same tokens as "assistant" except the reasoning; "all"
-            for every token except the first one of each example.
+        train_on: tokens to use as labels. "assistant" selects everything that the assistant writes
+            (answers, tool calls and reasoning) and the end-of-turn tokens. "last" selects only the
+            assistant's last message. "answers" selects the same tokens as "assistant" except the
+            reasoning. "all" selects every token except the first token of each example.
         on_bad: how to handle bad records. A record is bad if it is not a conversation or if it
             contains text that the chat template omits. "refuse" raises an error, and "skip" drops
             the record. "keep" trains on the part of the record that the template renders. It raises

@@ -69,9 +69,9 @@ _CREDITS = re.compile(
 
 #: Substrings for a fast check: any text that matches `_MARKS` contains at least one of them.
 _OF_GUTENBERG = ("utenberg", "UTENBERG", "SMALL", "Small", "small P", "small p")
-#: Parts of a subtitle file that are removed: the header of a .vtt file, and the lines before each
-#: subtitle (blank lines, the subtitle's number or name in SubRip or WebVTT, and its start and end
-#: times).
+#: Parts of a subtitle file that are removed: the header of a .vtt file, and the lines before the
+#: text of each subtitle. Those lines are blank or contain the subtitle's number or name (in SubRip
+#: or WebVTT) or its start and end times.
 _TIMES = re.compile(
     r"\AWEBVTT(?:[^\n]|\n(?!\n))*"
     r"|(?:\A|(?<!\n)\n)\n*(?:[^\n]+\n)?(?:\d+:)?\d\d:\d\d[.,]\d{3}[ \t]+-->[^\n]*(?:\n|\Z)"

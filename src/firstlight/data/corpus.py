@@ -12,7 +12,8 @@ The files of a prepared folder are described in `shards` and written by `shards.
 
 A split of text is one long stream of tokens. With rows of T positions, row i predicts tokens i*T+1
 ... i*T+T, each from the token before it. Every token except the very first is therefore predicted
-exactly once, and the last row may be shorter. (Conversations are packed into rows; see `packing`.)
+exactly once, and the last row may be shorter. Conversations are instead packed into rows (see
+`packing`).
 
 With document masking, the tokens of a row are numbered by document, and a token is predicted only
 from tokens of the same document. The details depend on which special tokens surround the text of a

@@ -306,8 +306,8 @@ def _work(end: Connection) -> None:
 
 
 def _answer(texts: list[str], tokenizer: Tokenizer) -> tuple[bool, list[TokenArray] | DataError]:
-    """Encode strings. Return (True, token ids of each string), or (False, the error to raise in the
-    parent process).
+    """Encode strings. If this succeeds, return (True, token ids of each string). Otherwise, return
+    (False, the error to raise in the parent process).
     """
     try:
         return True, encode(texts, tokenizer)

@@ -257,7 +257,7 @@ def _control_characters(head: bytes) -> int:
 
 
 def binary_file(path: Path, kind: FileKind = _BINARY) -> str:
-    """Return the message about a file that has the suffix of a text file but is not text."""
+    """Return the error message for a file that has the suffix of a text file but is not text."""
     return f"it is {kind.name}: {kind.advice(path)}"
 
 

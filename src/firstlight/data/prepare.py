@@ -200,8 +200,8 @@ def prepare(
 def _sources_of(
     inputs: Sequence[str | Path | DataSource], *, as_is: bool
 ) -> tuple[list[str | Path], list[DataSource]]:
-    """Resolve inputs to sources. Return (the inputs that had to be resolved, the sources of all
-    inputs).
+    """Resolve inputs to sources. Return the inputs that had to be resolved, and the sources of all
+    inputs.
     """
     names = [one for one in inputs if not isinstance(one, DataSource)]
     sources = [one for one in inputs if isinstance(one, DataSource)]
@@ -245,8 +245,8 @@ def _encoder(
 
 
 def look_ahead(documents: Iterator[Record], fraction: Fraction) -> tuple[bool, Iterator[Record]]:
-    """Determine whether there are enough documents to hold out a fraction of them. Return (True if
-    there are at least 1/fraction documents, an iterator over all documents).
+    """Determine whether there are enough documents to hold out a fraction of them. Return True if
+    there are at least 1/fraction documents, and an iterator over all documents.
     """
     wanted = math.ceil(1 / fraction) if fraction else 0
     seen: list[Record] = []

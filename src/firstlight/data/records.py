@@ -168,7 +168,7 @@ class Splits(NamedTuple):
 
     Attributes:
         train, val: sources of the training and validation splits; `val` is empty if part of `train`
-            is to be held out.
+            should be held out.
         test: files of test data, which are not read.
         note: message about files that are not used for training because of their names; "" if there
             are no such files.
@@ -613,7 +613,7 @@ def with_words(documents: Iterable[Record]) -> Generator[Record, None, None]:
 
 
 def one_character(character: str, share: float) -> str:
-    """Return the message about text that consists almost entirely of one repeated character."""
+    """Return the error message for text that consists almost entirely of one repeated character."""
     return (
         f"{share:.1%} of the text is the single character {character!r}, which is useless for "
         "training: use text with words"
@@ -698,7 +698,7 @@ def digest_of(text: str) -> bytes:
 
 
 def nothing_read(rejected: Counter[str], first: str) -> str:
-    """Return the message about inputs in which no usable document was found.
+    """Return the error message for inputs in which no usable document was found.
 
     Args:
         rejected: number of rejected documents for each reason.

@@ -436,8 +436,8 @@ def require_replaceable(out: Path, overwrite: bool) -> None:
         overwrite: True to allow replacing an existing prepared folder.
 
     Raises:
-        InputError: `out` exists and `overwrite` is False; or `out` is a file, or a folder that is
-            neither empty nor a prepared corpus.
+        InputError: `out` exists and `overwrite` is False. Also raised if `out` is a file, or a
+            folder that is neither empty nor a prepared corpus.
     """
     if not overwrite:
         require_free(out, "choose another --out, or add --overwrite")

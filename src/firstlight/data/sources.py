@@ -228,7 +228,7 @@ def _resolve(item: str, suffixes: tuple[str, ...]) -> list[DataSource]:
 
 
 def missing_input(item: str) -> str:
-    """Return the message about an INPUT that does not exist and is not any other valid kind of
+    """Return the error message for an INPUT that does not exist and is not any other valid kind of
     INPUT.
     """
     path = Path(item).expanduser()
@@ -244,14 +244,14 @@ def missing_input(item: str) -> str:
 
 
 def url_input(item: str) -> str:
-    """Return the message about an INPUT that is a URL."""
+    """Return the error message for an INPUT that is a URL."""
     return (
         f"{item} is a URL: download it with curl -LO {shlex.quote(item)} and use the file as input"
     )
 
 
 def special_input(item: str, kind: str) -> str:
-    """Return the message about an INPUT that is a pipe, socket, device or broken link.
+    """Return the error message for an INPUT that is a pipe, socket, device or broken link.
 
     Args:
         item: the INPUT.
@@ -280,7 +280,7 @@ def special_kind(path: Path) -> str:
 
 
 def _nothing_in(item: str, folder: Path, suffixes: tuple[str, ...]) -> str:
-    """Return the message about a folder without any supported files."""
+    """Return the error message for a folder without any supported files."""
     others = unread_files([folder], suffixes)
     if not others:
         return f"folder {item} contains no {_kinds(suffixes)}: add some"
@@ -292,7 +292,9 @@ def _nothing_in(item: str, folder: Path, suffixes: tuple[str, ...]) -> str:
 
 
 def _unread(path: Path, suffixes: tuple[str, ...]) -> str:
-    """Return the message about a file of an unsupported type, with advice on how to convert it."""
+    """Return the error message for a file of an unsupported type. It contains advice on how to
+    convert the file.
+    """
     if suffixes != SUFFIXES:
         return f"{path} has an unknown type: the supported types are {_RECORD_KINDS}"
     kind = kind_of(path, _ending(path.name.lower()))

@@ -217,7 +217,9 @@ def _delimiter(first: str, path: Path, text_key: str | None) -> str:
 
 
 def _damage(error: csv.Error, begin: int, end: int) -> str:
-    """Return the message about a row in lines `begin` to `end` that the csv module can't read."""
+    """Return the error message for a row, in lines `begin` to `end` of the file, that the csv
+    module can't read.
+    """
     lines = f" (lines {begin} to {end})" if end > begin else ""
     if "unexpected end" in str(error):
         return f"a quote is not closed{lines}"

@@ -150,8 +150,9 @@ def use_large_pages(model: Model, *, is_mapped: bool) -> None:
 
 
 def takes_few_rows(x: Tensor, weight: Tensor) -> bool:
-    """Return True if `few_rows_linear` can be used: `x` has at most `MOST_ROWS` rows and is on the
-    CPU, a kernel exists for the dtypes, and neither gradients nor autocast are enabled.
+    """Return True if `few_rows_linear` can be used. For this, `x` must be on the CPU and have at
+    most `MOST_ROWS` rows, a kernel must exist for the dtypes, and gradients and autocast must be
+    disabled.
 
     Args:
         x: [..., in].

@@ -217,7 +217,7 @@ class Scheduler:
             self._decoder.add([0])
             self._decoder.remove(len(self._decoder) - 1)
             self.failure = None
-        except Exception as error:  # noqa: BLE001 - an error of any type ends the affected sequences
+        except Exception as error:  # noqa: BLE001 - any error ends the affected sequences
             self.failure = error
 
     def _end(self) -> None:
@@ -257,7 +257,7 @@ class Scheduler:
         first = len(self._decoder)
         try:
             chosen = first_tokens([sequence.text for sequence in joining], self._decoder)
-        except Exception as error:  # noqa: BLE001 - an error of any type ends the affected sequences
+        except Exception as error:  # noqa: BLE001 - any error ends the affected sequences
             while len(self._decoder) > first:
                 self._decoder.remove(len(self._decoder) - 1)
             with self._changed:
@@ -285,7 +285,7 @@ class Scheduler:
             return []
         try:
             chosen = next_tokens([sequence.text for sequence in running], self._decoder)
-        except Exception as error:  # noqa: BLE001 - an error of any type ends the affected sequences
+        except Exception as error:  # noqa: BLE001 - any error ends the affected sequences
             # All sequences fail, because any of them may have caused the error.
             self.failure = error
             updates = [Update(sequence, error=error) for sequence in running]
@@ -316,7 +316,7 @@ def _pushed(sequence: ScheduledSequence, chosen: Chosen | Exception) -> Update:
     before = len(text.token_ids)
     try:
         piece = text.push(chosen)
-    except Exception as error:  # noqa: BLE001 - an error of any type ends the affected sequences
+    except Exception as error:  # noqa: BLE001 - any error ends the affected sequences
         return Update(sequence, error=error)
     logprobs = () if text.logprobs is None else tuple(text.logprobs[before:])
     return Update(

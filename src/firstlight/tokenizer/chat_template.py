@@ -60,8 +60,8 @@ CHAT_TEMPLATES = {
 
 #: Maximum number of characters in a template, and in a rendered conversation.
 _MAX_TEMPLATE_CHARS, _MAX_CHARS = 1_000_000, 10_000_000
-#: Limits of the child process: CPU time in seconds for rendering a conversation (a conversation of
-#: a million words takes 0.1 seconds), and memory in bytes.
+#: Limits of the child process: CPU time for rendering a conversation, in seconds, and memory in
+#: bytes. A conversation of a million words takes 0.1 seconds.
 _SECONDS, _MEMORY = 1.0, 200 << 20
 
 
@@ -264,7 +264,7 @@ _NOT_CONTINUED = (
     "continue_final_message needs a last message with a text that the chat template writes "
     "unchanged: remove continue_final_message, or end with such a message"
 )
-#: Tag that is added to the content of the message that is to be continued. The rendered text is
+#: Tag that is added at the end of the message that the model will continue. The rendered text is
 #: truncated at this tag. As in transformers, the tag ends with a space, to detect whether the
 #: template strips the content.
 _END_TAG = "\uf8ffend of the message\uf8ff "

@@ -39,8 +39,8 @@ from firstlight.tokenizer.parts import (
 
 END_OF_TEXT = "<|endoftext|>"
 
-#: Split pattern of GPT-2 (openai/gpt-2 `encoder.py`): contractions; words, numbers and punctuation,
-#: each with the space before it; runs of whitespace.
+#: Split pattern of GPT-2 (openai/gpt-2 `encoder.py`). It matches contractions and runs of
+#: whitespace. It also matches words, numbers and punctuation together with the space before them.
 GPT2_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 
 #: Split pattern of Llama 3 (meta-llama/llama3 `llama/tokenizer.py`).
@@ -271,8 +271,8 @@ def _from_tiktoken_ranks(path: Path, content: bytes) -> TokenizerParts:
 
     The file contains neither the split pattern nor the special tokens, so known vocabularies are
     recognised by their number of ranks. tiktoken repeatedly joins the adjacent pair of tokens whose
-    joined bytes have the lowest rank. BPE merges result in the same ids if they contain every
-    possible way to split a token into two other tokens, ordered by the rank of the token.
+    joined bytes have the lowest rank. BPE merges produce the same ids if they contain all possible
+    ways to split each token into two other tokens, ordered by the rank of the token that is split.
     """
     require_few_tokens(path, content.count(b"\n"))
     ranks: dict[bytes, int] = {}
@@ -329,8 +329,8 @@ def byte_characters() -> list[str]:
 # sentencepiece
 #
 # Only a few fields of a sentencepiece model are needed (google/sentencepiece
-# `sentencepiece_model.proto`). They are read from protobuf's wire format by field number, without
-# the protobuf package.
+# `sentencepiece_model.proto`). These fields are read from protobuf's wire format by field number,
+# without the protobuf package.
 
 #: Maximum number of fields in a model and in a piece. A model has one field per piece (the largest
 #: models have 262,144 pieces), and a piece has three fields.
