@@ -49,9 +49,6 @@ from firstlight.training.time_budget import (
 )
 from firstlight.training.trackers import Trackers
 
-#: A correction of the number of steps by less than this fraction is not shown to the user.
-_SMALL_CORRECTION = 0.05
-
 
 @dataclass(frozen=True)
 class _Read:
@@ -323,8 +320,6 @@ class Run:
         if not is_open and steps == before:
             return
         self.take_length()
-        if not is_open and abs(steps - before) < _SMALL_CORRECTION * before:
-            return  # Small corrections are recorded only in length.json.
         words = f" instead of {before:,}, to end in time"
         if is_open:
             words = f": {self.schedule.in_words(self.recipe.optimizer.learning_rate)}"
