@@ -46,13 +46,15 @@ class FileKind(NamedTuple):
 
     def advice(self, path: Path, count: int = 1) -> str:
         """Return the advice for the file at `path`, with all paths quoted for a shell. If `count`
-        is not 1, the advice is for this number of files, which `path` stands for."""
+        is not 1, the advice is phrased for this number of files, and `path` is a placeholder for
+        their names.
+        """
         stem = path.with_name(re.sub(r"(?<=.)(\.tar)?\.[^.]+$", "", path.name))
         text = stem.with_name(f"{stem.name}.txt")
         # The command must not overwrite the file that it reads.
         text = stem.with_name(f"{stem.name}.plain.txt") if text == path else text
         if self.name == COMPRESSED and path.suffix.lower() in self.endings.split():
-            text = path.with_suffix("")  # It may have a suffix of its own, as in paper.pdf.gz.
+            text = path.with_suffix("")  # The name may have a second suffix: paper.pdf.gz.
         names = {"file": path, "text": text, "folder": stem}
         names["lines"] = stem.with_name(f"{stem.name}.jsonl")
         remedy = self.remedy
@@ -286,7 +288,7 @@ def kind_of(path: Path, ending: str) -> FileKind:
 
 
 def kind_of_content(head: bytes, ending: str) -> FileKind:
-    """Return the type of a file whose suffix is unknown, detected from its first bytes."""
+    """Detect the type of a file whose suffix is unknown from its first bytes."""
     if (found := kind_by_bytes(head)) is not None:
         return found
     if ending == ".json":

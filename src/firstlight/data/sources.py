@@ -69,7 +69,7 @@ _RECORD_KINDS = (
 SOURCES_NAME = "sources.json"
 #: Name of the INPUT for the source code of Python's standard library.
 STANDARD_LIBRARY = "stdlib"
-#: Maximum number of suffixes, and of types with a command for converting them to text, that are
+#: Maximum number of suffixes, and maximum number of commands for converting files to text, that are
 #: listed in a message.
 _SHOWN_ENDINGS, _SHOWN_WAYS = 8, 3
 
@@ -409,8 +409,8 @@ def _unread_kind(file: Path) -> str:
 
 
 def _ending(name: str) -> str:
-    """Return the suffix of a file name. For a compressed file, include a known suffix before it,
-    as in .tar.gz, but not a part of the name, as in changelog.Debian.gz.
+    """Return the suffix of a file name. For a compressed file, include the preceding suffix if it
+    is known, as in .tar.gz. In changelog.Debian.gz, for example, the suffix is only .gz.
     """
     stem, dot, last = name.rpartition(".")
     if not stem or not dot or not last.isalnum() or len(last) > 10:
@@ -423,8 +423,9 @@ def _ending(name: str) -> str:
 
 
 def listed(unread: Mapping[str, int]) -> str:
-    """Return a description of unread files, such as "7 .pdf, 2 without a suffix". Each of the first
-    few types that a command converts to text is followed by this command.
+    """Return a description of unread files, such as "7 .pdf, 2 without a suffix". If a command can
+    convert files of a type to text, the type is followed by this command. Only the first few
+    commands are included.
 
     Args:
         unread: number of files of each type, as returned by `by_ending`.
@@ -466,8 +467,8 @@ def _is_read(path: Path, suffixes: tuple[str, ...]) -> bool:
 
 
 def _file_kind(path: Path) -> FileKind:
-    """Return the type of an ordinary file whose suffix is not supported. A compressed text, such as
-    README.gz, has the type of the text.
+    """Return the type of an ordinary file whose suffix is not supported. The type of compressed
+    text, such as README.gz, is that of the uncompressed text.
 
     Raises:
         OSError: the file can't be read.
@@ -482,13 +483,14 @@ def _file_kind(path: Path) -> FileKind:
     try:
         content = kind_of_content(head_of(path), inner)
     except (OSError, EOFError, MissingDependencyError):
-        return kind  # It can't be decompressed here.
+        return kind  # The content can't be decompressed.
     return OTHER_TEXT if content is OTHER_TEXT else kind
 
 
 def unread_lines(files: Sequence[str | Path]) -> str:
-    """Return the content of the list of files that are not read: for each file, its path, a tab and
-    the reason."""
+    """Return the lines that list the files that were not read. Each line contains the path of a
+    file, a tab, and the reason why the file was not read.
+    """
     return "".join(f"{file}\t{_reason_unread(Path(file))}\n" for file in files)
 
 
@@ -496,7 +498,7 @@ def _reason_unread(path: Path) -> str:
     if special := special_kind(path):
         return f"a {special}"
     try:
-        # Text is not read only if conversations are.
+        # Supported text is unread only when preparing conversations.
         if path.name.lower().endswith(SUFFIXES) or (kind := _file_kind(path)) is OTHER_TEXT:
             return "no conversations"
     except OSError as error:
