@@ -42,7 +42,7 @@ class RunCheckpoints:
     waits on exit until all checkpoints are on disk.
 
     Args:
-        run: the run, inside `open_run`.
+        run: the run, which must be opened by `open_run`.
     """
 
     def __init__(self, run: Run) -> None:
@@ -71,8 +71,8 @@ class RunCheckpoints:
             self.saver.close()
 
     def require_written(self) -> None:
-        """Raise a pending error of the background writer, and record the duration of its last
-        write. Each error is raised only once.
+        """Raise the error with which the background writer failed, if there is one, and record how
+        long the last write took. Each error is raised only once.
 
         Raises:
             CheckpointError, StorageError: the checkpoint could not be written.
@@ -151,8 +151,8 @@ class RunCheckpoints:
             wait_for_main(run.engine, lambda: remove_file(run.folder / SAVE_NOW_NAME))
 
     def finish(self) -> None:
-        """Save unsaved steps, wait until they are on disk, and close the saver, which frees its
-        memory.
+        """Save a checkpoint if there are unsaved steps, wait until it is on disk, and close the
+        saver to free its memory.
 
         Raises:
             CheckpointError, StorageError: the checkpoint could not be written.
@@ -203,13 +203,14 @@ class RunCheckpoints:
         """Return the folder of the checkpoint to roll back to.
 
         Raises:
-            DivergedError: see `go_back`; the message begins with `problem`.
+            DivergedError: the run can't be rolled back; see `go_back`. The message begins with
+                `problem`.
         """
         run = self.run
         targets = [e["to_step"] for e in run.state.events if e["event"] == "rollback"]
         before, every = run.state.step, run.recipe.checkpoint.every_steps
         if targets and before - targets[-1] == run.guard.skipped_in_a_row:
-            before = targets[-1]  # No step succeeded after that rollback.
+            before = targets[-1]  # No step has succeeded since the previous rollback to this checkpoint.
         if run.recipe.guard.on_divergence == "stop":
             raise DivergedError(problem)
         if len(targets) >= run.recipe.guard.max_rollbacks:
@@ -277,7 +278,7 @@ def captured(run: Run) -> Checkpoint:
     )
 
 
-#: Name of the folder inside a run folder that contains the averaged weights as a Hugging Face
+#: Name of the subfolder of a run folder in which the averaged weights are stored as a Hugging Face
 #: model.
 AVERAGED_NAME = "averaged"
 _EVALUATION_NAME = "averaged.json"
@@ -289,8 +290,9 @@ def write_average(run: Run) -> None:
     averaged weights, which are evaluated and written to the run folder.
 
     The average is computed from the checkpoints on disk after the last step, so it does not take
-    any memory during training. Checkpoints saved between two regular checkpoints because of a stop
-    or a request are ignored, so that a resumed run has the same average as an uninterrupted one.
+    any memory during training. Only checkpoints that were saved at regular intervals are averaged.
+    Checkpoints saved because the run was stopped or the user requested one are ignored, so that a
+    resumed run has the same average as an uninterrupted one.
 
     Raises:
         CheckpointError: a checkpoint is damaged.
@@ -328,8 +330,9 @@ def write_average(run: Run) -> None:
 
 
 def mean_weights(checkpoints: Sequence[Saved]) -> dict[str, Tensor]:
-    """Return the mean of each tensor over several checkpoints, in the tensor's shape and in fp32,
-    summed in fp64. Tensors are read in parts, so only the means are held in memory.
+    """Return the mean of each tensor over several checkpoints. The means have the shapes of the
+    tensors and are fp32, but the sums are computed in fp64. Tensors are read in parts, so only the
+    means are held in memory.
 
     Raises:
         CheckpointError: a checkpoint is damaged.

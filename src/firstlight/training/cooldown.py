@@ -1,5 +1,6 @@
-"""Cooldowns, which are runs that branch off from a checkpoint of another run (the trunk) and decay
-the learning rate from there. The trunk's learning rate must be constant at the checkpoint's step.
+"""Support for cooldowns. A cooldown is a run that branches off from a checkpoint of another run,
+called the trunk, and decays the learning rate from there. The trunk's learning rate must be
+constant at the checkpoint's step.
 
 Several cooldowns from one trunk yield the losses of runs of different lengths without training each
 of these runs from the start (Hu et al. 2024; Haegele et al. 2024).

@@ -69,7 +69,8 @@ def largest_micro_batch(
         )
     # The trial runs in one process, with that process's share of the batch.
     tokens = total * recipe.data.seq_len
-    # The micro-batch size must also divide the smaller global batches of a ramp.
+    # If the global batch grows during the run, the micro-batch size must also divide the smaller
+    # global batches at the start.
     first = (recipe.batch.ramp_start_tokens or 0) // (recipe.data.seq_len * processes)
     batch = {"global_batch_tokens": tokens, "ramp_start_tokens": None, "ramp_steps": None}
     recipe = recipe.with_keys("batch", **batch).model_copy(
@@ -90,8 +91,8 @@ def largest_micro_batch(
 
 
 def cuts(total: int) -> Iterator[int]:
-    """Yield divisors of `total` in descending order, starting with `total`. Each is the largest
-    divisor that is at most half of the previous one.
+    """Yield divisors of `total` in descending order, starting with `total` itself. Each of the
+    following divisors is the largest one that is at most half of the previous divisor.
     """
     rows = total
     while rows:
@@ -162,12 +163,12 @@ def trial_program(recipe: ResolvedRecipe, hardware: Hardware) -> tuple[TrainingP
     input_ids = torch.randint(recipe.model.vocab_size, shape)
     documents = references = None
     if recipe.preference is not None:
-        # Each row contains one pair, and its two halves are the answers.
+        # Each row contains one preference pair. The two halves of the row are the two answers.
         documents = (torch.arange(shape[1]) >= shape[1] // 2).int().expand(shape).contiguous()
         references = torch.zeros((shape[0], 2), dtype=torch.float64)
     elif recipe.data.document_masking:
         documents = torch.zeros(shape, dtype=torch.int32)
-    # Every token has a label, because this requires the most memory for a batch of this shape.
+    # Give every token a label, because memory use is then highest for a batch of this shape.
     batch = Batch(input_ids, input_ids, input_ids.numel(), documents, references=references)
     return program, batch.to(hardware.device)
 
@@ -198,8 +199,9 @@ def try_step(recipe: ResolvedRecipe, hardware: Hardware) -> Trial:
 
 
 def measure(request: dict[str, Any]) -> dict[str, Any]:
-    """Run the steps that `try_rows` requests, and return their measurements. See
-    `hardware.fresh_process`, which calls this function in a separate process."""
+    """Run the training steps of one trial and return their measurements. `try_rows` uses
+    `hardware.fresh_process` to call this function in a separate process.
+    """
     hardware = find_hardware(request["device"])
     recipe = parse_resolved_recipe(request["recipe"])
     if hardware.device.type == "cpu":

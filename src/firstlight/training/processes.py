@@ -1,5 +1,5 @@
-"""Support for the processes of a run: connect them, call functions only in the main process, and
-stop early in an orderly way on a signal or at a time limit.
+"""Coordinate the processes of a run. The functions connect the processes, call functions only in
+the main process, and end the run early in an orderly way on a signal or at a time limit.
 """
 
 from __future__ import annotations
@@ -45,8 +45,7 @@ def run_processes(recipe: Recipe) -> Iterator[tuple[Hardware, Engine]]:
     Args:
         recipe: recipe of the run, which must be the same in all processes.
 
-    Yields:
-        (hardware of this process, engine that connects the processes).
+    Yields: The hardware of this process, and the engine that connects the processes.
 
     Raises:
         ConfigError: the processes have different recipes, or the engine does not support their
@@ -58,7 +57,8 @@ def run_processes(recipe: Recipe) -> Iterator[tuple[Hardware, Engine]]:
         if world.size == 1:
             hardware = find_hardware(recipe.run.device)
             if hardware.device.type == "cuda":
-                # Otherwise, code that does not select a GPU would also use memory on the first GPU.
+                # Without this call, code that does not select a GPU would also use memory on the
+                # first GPU.
                 stack.enter_context(torch.cuda.device(hardware.device))
         else:
             hardware = stack.enter_context(_join_others(recipe, world))
@@ -134,11 +134,12 @@ class Stopping:
     """Handler of requests to end a run early, by a signal or a time limit. Used as a context
     manager, it restores the previous signal handlers on exit.
 
-    Until `watch` is called, signals have their previous effect, and the time limit is ignored.
+    Until `watch` is called, signals are handled as they were before this object was created, and
+    the time limit is ignored.
 
     Args:
         max_minutes: time limit in minutes from the creation of this object; None means no limit.
-        shown: True to report received signals on stderr.
+        shown: True to print a message to stderr when a signal is received.
 
     Attributes:
         signal: name of the received signal, or None.
@@ -173,8 +174,8 @@ class Stopping:
 
     def watch(self) -> None:
         """Start treating SIGTERM, SIGINT, SIGUSR1 and SIGHUP as requests to stop, and start
-        applying the time limit. A second signal has its previous effect. A signal that was ignored
-        (nohup) remains ignored. Outside Python's main thread, only the time limit applies.
+        applying the time limit. A second signal is handled as it was before. A signal that was
+        ignored (nohup) remains ignored. Outside Python's main thread, only the time limit applies.
 
         Call this after the first complete step. A run that ends earlier has nothing to save, and
         every run completes at least one step even with a time limit.
@@ -210,8 +211,8 @@ class Stopping:
             self._do(self._before[number], number, frame)
             return
         if name == self._early:
-            # The signal recorded before `watch` is delivered again and must not be treated as a
-            # second one.
+            # A signal that was recorded before `watch` was called is delivered again. Do not treat
+            # it as a second signal.
             self._early = None
             return
         if self.signal is None:
@@ -223,7 +224,8 @@ class Stopping:
                 except OSError:  # The terminal was closed.
                     silence()
             return
-        # The second signal has its previous effect, which may end the process immediately.
+        # Handle the second signal as it was handled before this object was created, which may end
+        # the process immediately.
         before = self._before[number]
         self._put_back()
         self._do(before, number, frame)

@@ -1,4 +1,4 @@
-"""Progress display of a run, with metrics, the loss curve and the latest sample text.
+"""Display the progress of a run, including its metrics, the loss curve and the latest sample text.
 
 In a terminal or a notebook, the view is updated live. In a log, one line is written per minute.
 """
@@ -43,9 +43,9 @@ _SAMPLE_ROWS = 4
 _FIGURE_ROWS = 2
 #: Minimum terminal size for showing the loss curve and more than one row of figures.
 _LEAST_COLUMNS, _LEAST_ROWS = 40, 12
-#: Width in columns of the percentage and the bar in a terminal line.
+#: Width in columns of the percentage and of the progress bar in a line of the terminal.
 _BAR_COLUMNS = 24
-#: Bit of each dot in a braille character, by row and column (Unicode 15, chapter 21.1).
+#: Bit that sets the dot in each row and column of a braille character (Unicode 15, chapter 21.1).
 _DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))
 
 
@@ -159,8 +159,8 @@ class RunProgress:
         max_minutes: time budget of the run in minutes, or None.
         clock: monotonic clock in seconds; None for `time.monotonic`.
         step_limit: function that returns the step at which a run with a time budget ends even if
-            time remains: the decided number of steps or, until it is decided, the limit set by the
-            recipe's steps or epochs; None for no limit.
+            time remains. This is the decided number of steps. Until that number is decided, it is
+            the limit given by `max_steps` or `epochs` in the recipe. None for no limit.
         is_settled: function that returns False while `max_steps` may still change. The total number
             of steps is shown only once it can't change.
 
@@ -229,8 +229,9 @@ class RunProgress:
 
     @property
     def share(self) -> float:
-        """Completed fraction of the run, from 0 to 1. For a run with a time budget, the larger of
-        the fractions of the time and of the step limit.
+        """Completed fraction of the run, from 0 to 1. For a run with a time budget, this is the
+        fraction of the time that is used or the fraction of the step limit that is reached,
+        whichever is larger.
         """
         last = self._last_step
         by_steps = 0.0 if last is None else min(float(self._record["step"]) / max(last, 1), 1.0)
@@ -244,8 +245,8 @@ class RunProgress:
     @property
     def seconds_left(self) -> float | None:
         """Estimated seconds until the end of the run, based on the mean step time. For a run with a
-        time budget, at most the remaining time. None if neither is known, for example in the first
-        steps after resuming a run that exceeds its budget.
+        time budget, the estimate is at most the remaining time. None if it can't be estimated, for
+        example in the first steps after resuming a run that exceeds its budget.
         """
         # A run with a decided number of steps completes all of them, even if its time is used up.
         budget_left, last = self._budget_left or None, self._last_step
@@ -291,7 +292,9 @@ class RunProgress:
 
     @property
     def _step(self) -> str:
-        """Number of the last step, followed by the total number of steps if it is final."""
+        """Number of the last completed step, followed by the total number of steps if it can't
+        change any more.
+        """
         step = f"step {self._record['step']:,}"
         return f"{step}/{self._max_steps():,}" if self._is_settled() else step
 
@@ -325,7 +328,7 @@ class RunProgress:
     @property
     def figures(self) -> list[str]:
         """Metrics of the last step as text, in descending order of importance. Before the first
-        step, a note.
+        step, the list contains only a note.
         """
         record = self._record
         if "train/loss" not in record:
@@ -392,7 +395,7 @@ def _bar(left: str, share: float, right: str, columns: int) -> str:
 
 
 def _fitting(parts: list[str], columns: int, rows: int) -> list[str]:
-    """Return lines that contain as many of the first `parts` as fit into `rows` rows."""
+    """Arrange `parts` in at most `rows` lines. Parts at the end that do not fit are left out."""
     lines = [parts[0]]
     for part in parts[1:]:
         if len(lines[-1]) + 2 + len(part) < columns:
@@ -550,7 +553,8 @@ class TrainingProgress:
     def __init__(self, progress: RunProgress, *, shown: bool, is_large: bool = False) -> None:
         self._progress = progress
         self._view = _view(progress, is_large=is_large) if shown else View()
-        # A notebook and a large view include the sample text. The other views show it as a message.
+        # The notebook view and the large terminal view include the sample text. All other views
+        # show it as a message.
         draws = NotebookView if not is_large else (NotebookView, _TerminalView)
         self._shows_samples = shown and not isinstance(self._view, draws)
         self._sampled_step = -1
@@ -594,7 +598,7 @@ class TrainingProgress:
 
 #: Seconds between two updates of the output.
 _SECONDS_BETWEEN_UPDATES = 1.0
-#: Line width in characters, then width and height of the loss curve in pixels.
+#: Line width in characters, followed by the width and height of the loss curve in pixels.
 _COLUMNS = 110
 _WIDTH = 640
 _HEIGHT = 150
@@ -603,8 +607,8 @@ _MOST_MESSAGES = 40
 
 
 class NotebookView(View):
-    """Shows the progress of a run in a notebook, as a single output of the cell with the run's
-    messages above the figures.
+    """Shows the progress of a run in a notebook. The cell has a single output, in which the run's
+    messages appear above the figures.
 
     Args:
         progress: the figures of the run.

@@ -49,7 +49,8 @@ _KEPT_OF_DATA = {
 }
 
 
-#: No warning is shown if two learning rates differ by at most this fraction of the higher rate.
+#: Largest difference between the learning rates of two schedules for which no warning is shown, as
+#: a fraction of the higher rate.
 _SAME_RATE = 0.01
 
 
@@ -155,7 +156,8 @@ def _rate_jump(run: Run, before: Mapping[str, Any], saved: Mapping[str, Any]) ->
     # With a minimum learning rate of 0, additional steps of the old schedule would not learn
     # anything.
     falls = old.kind in ("cosine", "linear") and old.min_lr_ratio > 0
-    # A warm-up given as a fraction of the run would change with the new length.
+    # A warm-up that is given as a fraction of the run would become longer or shorter with the new
+    # number of steps.
     falls = falls and config.warmup_ratio is None
     if rounded_up:
         keeps = f" (set schedule.warmup_steps {old.warmup_steps} and no warmup_tokens to keep it)"
@@ -168,8 +170,9 @@ def _rate_jump(run: Run, before: Mapping[str, Any], saved: Mapping[str, Any]) ->
 
 
 def continue_schedule(run: Run, init_from: str | Path | None) -> None:
-    """Initialise a new run for `schedule.resume` with the weights, moments, random states and
-    schedule step of another run's checkpoint. The data starts at its first row.
+    """Initialise a new run that continues the schedule of another run (`schedule.resume`). The
+    weights, moments, random states and the position in the schedule are read from that run's
+    checkpoint. The data is read from its first row.
 
     Args:
         run: the new run.
@@ -227,9 +230,9 @@ def continue_schedule(run: Run, init_from: str | Path | None) -> None:
 
 
 def _as_written_now(saved: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the recipe stored in a checkpoint, converted to its current form. For optimizers that
-    are not 8-bit, older versions wrote false for `optimizer.embeddings_in_32_bits`, but the current
-    version writes null.
+    """Return the recipe stored in a checkpoint, converted to the form that the current version
+    writes. For optimizers that are not 8-bit, older versions wrote false for
+    `optimizer.embeddings_in_32_bits`, and the current version writes null.
     """
     optimizer = saved.get("optimizer", {})
     spec = OPTIMIZERS.get(optimizer.get("name"))
@@ -274,8 +277,8 @@ def shared_newest(
     branch_from: Path | None,
     tell: Callable[[str], None],
 ) -> Path | None:
-    """Return the checkpoint from which all processes continue. It is the run's newest checkpoint or
-    the checkpoint to branch off from. Return None for a new run.
+    """Return the checkpoint from which all processes continue. It is the run's newest checkpoint
+    or, if there is none, the checkpoint from which the run branches off. Return None for a new run.
 
     Args:
         engine: the engine of the run.
@@ -357,7 +360,7 @@ def _newest_checkpoint(
                 "and is ignored"
             )
     for problem in problems:
-        # If a checkpoint is damaged, only the steps since the previous checkpoint are lost.
+        # If a checkpoint is damaged, use the previous one. Only the steps between them are lost.
         tell(f"warning: {problem}: an older checkpoint is used")
     if newest is None and branch_from is not None:
         return branch_from

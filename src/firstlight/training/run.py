@@ -1,4 +1,6 @@
-"""The `Run` class, which contains the parts of a run, its state and the metrics of its steps."""
+"""Define the `Run` class, which contains the components of a run, its state and the metrics of its
+steps.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +51,8 @@ from firstlight.training.time_budget import (
 )
 from firstlight.training.trackers import Trackers
 
-#: A correction of the number of steps by less than this fraction is not shown to the user.
+#: A correction of the number of steps is reported to the user only if it changes the number by at
+#: least this fraction.
 _SMALL_CORRECTION = 0.05
 
 
@@ -72,8 +75,8 @@ class _Read:
 
 @dataclass
 class Run:
-    """A run that has been set up and checked. The training loop, evaluations and saves operate on
-    this object.
+    """A run that has been set up and checked. The training loop, the evaluations and the code that
+    saves checkpoints operate on this object.
 
     Attributes:
         recipe: the resolved recipe of the run.
@@ -89,7 +92,7 @@ class Run:
         branch_from: checkpoint of another run from which this run branches off, keeping the data
             order and random states; None for other runs, including runs resumed from their own
             checkpoint.
-        held: the main process's lock on the run folder; None in other processes.
+        held: lock that the main process holds on the run folder; None in all other processes.
         advise: function that returns the reason why memory ran out and a remedy, or None. Without a
             forecaster, it always returns None.
         state: progress of the run, saved with each checkpoint.
@@ -98,12 +101,13 @@ class Run:
         evaluation: last evaluation during this call to `train`.
         last_record: metrics of the last step of this call to `train`.
         samples: sample texts of the current step, as lines of samples.jsonl.
-        unreadable: message of the error raised while reading data, or None.
-        stopped_by: reason for ending before the last step, or None.
+        unreadable: message of the error that was raised while data was read, or None.
+        stopped_by: reason why the run ends before its last step, or None.
         save_stall_seconds: seconds for which training waited for the last save.
         times: durations of the loop's steps, evaluations and saves.
         budget: the time budget, or None for runs without one.
-        generation: content of generation_config.json of the model from which the run started.
+        generation: contents of the file generation_config.json of the model from which the run
+            started.
         chose_compiling: True if the user did not choose whether the run compiles; see `loop.train`.
         loader, logs, trackers, bar: data loader, log files, trackers and progress view; set by
             `open_run`.
@@ -147,8 +151,8 @@ class Run:
             self.times = self.budget.times
         self.schedule = self._resolved_schedule()
         self.data_identity = data_identity(recipe, self.dataset, self.tokenizer)
-        # Computed for the full model, because a process may hold only a shard or a stage of the
-        # model.
+        # Compute this for the full model, because this process may hold only a shard or a pipeline
+        # stage of it.
         self._flops_per_token = train_flops_per_token(
             meta_model(self.program.model.config), self.seq_len, frozen=recipe.lora is not None
         )
@@ -229,14 +233,18 @@ class Run:
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of the model's parameters and, in a resumed run, of the optimizer's state."""
+        """Size in bytes of the model's parameters and, in a resumed run, of the optimizer's
+        state.
+        """
         # A new run has no optimizer state before its first update.
         state = self.program.optimizer.state_shards() if self.saved_step >= 0 else {}
         return sum(t.nbytes for t in (*self.program.model.parameters(), *state.values()))
 
     @property
     def logged_step(self) -> int:
-        """Last step that belongs in the logs, or -1 if there is none."""
+        """Last step whose lines are kept in the logs, or -1 if there is none. Lines of later steps
+        are dropped when the logs are opened.
+        """
         # If this run has no checkpoint, existing lines in the logs belong to an earlier attempt.
         return -1 if self.saved_step < 0 else self.state.step - (self.state.pending is not None)
 
@@ -263,8 +271,8 @@ class Run:
             self.held.require()
 
     def take_length(self) -> None:
-        """Update the schedule to the length in `budget`, and write the length to disk. This is a
-        collective operation.
+        """Change the schedule to the number of steps in `budget`, and write that number to disk.
+        This is a collective operation.
         """
         self.schedule = self._resolved_schedule()
         wait_for_main(self.engine, self.write_budget)
@@ -333,8 +341,9 @@ class Run:
         self.bar.message(f"step {step}: the run will have {counted(steps, 'step')}{words}")
 
     def _periodic(self, sequence_seconds: float) -> list[Periodic]:
-        """Return the evaluations and saves of the run. The duration of each of them is that of its
-        last occurrence, or an estimate if it has not occurred yet.
+        """Return the evaluations and saves of the run with their durations. The duration of an
+        evaluation or save is that of its last occurrence, or an estimate if it has not occurred
+        yet.
 
         Args:
             sequence_seconds: seconds per sequence in a training step, from which the duration of
@@ -392,8 +401,8 @@ class Run:
         if "save" in self.times.seconds:
             save = self.times.seconds["save"]
             return save, save + self.times.write_seconds
-        # A thread writes checkpoints while training continues; the run waits only for the last
-        # checkpoint.
+        # A thread writes checkpoints while training continues. The run waits only until the last
+        # checkpoint is written.
         is_waiting = self.recipe.checkpoint.asynchronous is False
         return self._write_seconds if is_waiting else 0.0, self._write_seconds
 
@@ -426,7 +435,7 @@ class Run:
         held_out = 0 if self.validation is None else self.validation.num_rows(self.seq_len)
         return min(held_out, config.max_rows or train_rows) + min(train_rows, config.train_rows)
 
-    # Steps: read batches, update the state and write metrics
+    # Methods used in each step, which read batches, update the state and write metrics.
 
     def read_batches(self) -> list[Batch]:
         """Read the micro-batches of the next step. Return an empty list if the last step still has
@@ -448,8 +457,8 @@ class Run:
         return self._read_early.batches
 
     def put_back(self) -> None:
-        """Undo `read_early`. The batches are then used for the following steps, which may have a
-        different number of batches.
+        """Undo `read_early`. The batches are put back and used for the following steps, which may
+        have a different number of batches.
         """
         if self._read_early is not None:
             self._unused = self._read_early.batches + self._unused
@@ -489,8 +498,9 @@ class Run:
             self.state.pending = {"step": 0, "tokens_seen": 0, "epoch": 0.0}
 
     def begin_step(self) -> float:
-        """Increment the step counter, and enable gradient clipping unless the step belongs to a
-        warm-up without clipping. Return the step's learning rate as a fraction of the peak.
+        """Begin the next step by incrementing the step counter. Enable gradient clipping, unless
+        the step belongs to the part of the warm-up in which gradients are not clipped. Return the
+        step's learning rate as a fraction of the peak.
         """
         # The schedule counts steps from 0, but the metrics count them from 1.
         lr_scale = self.schedule.lr_scale(self.state.step)
@@ -519,15 +529,15 @@ class Run:
         """
         state = self.state
         assert self._read is not None
-        # The passes of this step may have begun before the end of the previous step.
+        # The forward pass of this step may have begun before the end of the previous step.
         now = time.perf_counter()
         seconds = now - max(self._read.began, self._step_ended)
         self._step_ended = now
         state.tokens_seen += result.tokens
         state.skipped = result.skipped
         state.skipped_steps += result.skipped
-        # Update the count only at the end of a step, so that the rows of an interrupted step are
-        # read again.
+        # Update the number of used rows only at the end of a step, so that the rows of an
+        # interrupted step are read again.
         state.rows_seen = self.rows_read
         record = self._metrics(result, lr_scale, seconds)
         self.times.count(self.batch.at(state.step - 1))

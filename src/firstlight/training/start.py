@@ -104,7 +104,7 @@ def set_up(
     """Lock the run folder, and yield the run of a recipe, ready for its next step.
 
     Args:
-        recipe, resume, init_from, new_rows, branch_from: arguments of `train`.
+        recipe, resume, init_from, new_rows, branch_from: see `train`.
         hardware: the hardware of this process.
         engine: the engine that connects the processes of the run.
         shown: True to show messages to the user from the main process.
@@ -271,7 +271,7 @@ def _open_data(
         DataError: see `open_splits`. Also raised if the shards were prepared with a different
             tokenizer.
     """
-    # One process per machine verifies the data for all processes on that machine.
+    # On each machine, a single process verifies the data for all processes of that machine.
     verify = recipe.data.verify and engine.world.local_rank == 0
     dataset, validation = open_splits(
         recipe.data.model_copy(update={"verify": verify}),
@@ -314,8 +314,9 @@ def _resolved(
 def _require_rows(
     recipe: Recipe, model: ModelConfig, splits: Sequence[Corpus], tell: Callable[[str], None]
 ) -> None:
-    """Raise an error if a split does not fill a row or a micro-batch does not fit in memory.
-    Otherwise, show a description of the splits. The first split is the training split.
+    """Raise an error if a split has too few tokens for a single row, or if a micro-batch does not
+    fit in memory. Otherwise, show a description of the splits. The first split is the training
+    split.
 
     Raises:
         ConfigError: a micro-batch needs more memory than the machine has.
@@ -345,7 +346,8 @@ def _require_fitting_prompts(
     evaluation.
 
     Args:
-        answered: True if the model answers prompts as messages in a conversation.
+        answered: True if prompts are formatted as messages in a conversation, which the model
+            answers.
 
     Raises:
         ConfigError: a prompt is too long for the model's context.
@@ -380,7 +382,7 @@ def _require_disk(run: Run) -> None:
     # A run with a time budget may have more steps than predicted, so assume at least one is left.
     left = max(run.max_steps - run.state.step, 1 if run.schedule.is_open else 0)
     saves = math.ceil(left / every) if every else 1
-    # The trunk's checkpoint is also copied into the run folder.
+    # The checkpoint from which the run branches off is also copied into the run folder.
     saves += run.branch_from is not None
     kept = config.keep_last
     if run.validation is not None and config.keep_best and every:
@@ -487,8 +489,9 @@ def _make_folder_ready(run: Run) -> None:
     if not _says(run.folder / RECIPE_NAME, run.recipe):
         text = yaml_text(run.recipe.model_dump())
         write_file(run.folder / RECIPE_NAME, text)
-    # Write the length before the logs drop the lines after the checkpoint's step. The time of the
-    # dropped steps still counts as used, and it would otherwise be lost.
+    # Write the length and the used time before the logs drop the lines after the checkpoint's step.
+    # The time of the dropped steps still counts as used, and can't be computed once their lines are
+    # gone.
     if run.budget is None:
         remove_file(run.folder / LENGTH_NAME)
     else:
@@ -666,8 +669,9 @@ def _add_adapters(
 
 
 def _trained(run: Run) -> tuple[dict[str, Tensor], dict[str, Kind]]:
-    """Return the trained parameters and their kinds, keyed by name, in their full shapes. Without
-    LoRA, they are on the meta device, because an engine may store only shards of them.
+    """Return the trained parameters in their full shapes, and the kind of each parameter, both
+    keyed by name. Without LoRA, they are on the meta device, because an engine may store only
+    shards of them.
     """
     model: nn.Module = run.program.model
     if run.recipe.lora is None:

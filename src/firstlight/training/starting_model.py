@@ -1,5 +1,5 @@
-"""Provide the model at the start of a run, which is a new model, the model of a checkpoint or the
-model passed with --init-from.
+"""Provide the model with which a run starts. It can be a new model, the model of a checkpoint or
+the model passed with --init-from.
 
 A run with `lora` trains adapters of a frozen base model. Its checkpoints contain only the name of
 the base model, not its weights.
@@ -61,7 +61,8 @@ from firstlight.weights.loading import (
     nonfinite_tensor,
 )
 
-#: Keys of the `model` section that can change the --init-from model. They configure its positions.
+#: Keys of the `model` section that can change the config of the --init-from model. All of them
+#: configure its position encoding or its maximum number of positions.
 _POSITION_KEYS = frozenset(("max_position_embeddings", "rope_scaling", "rope_theta"))
 
 
@@ -161,7 +162,7 @@ class ModelIdentity:
 
 @dataclass(frozen=True)
 class LoraBase(ModelIdentity):
-    """Base model of a run with `lora`.
+    """Frozen base model of a run with `lora`.
 
     Attributes:
         lora: the `lora` section of the run, if it differs from the recipe's section because an
@@ -174,7 +175,7 @@ class LoraBase(ModelIdentity):
 
 @dataclass(frozen=True)
 class FirstModel:
-    """Model at the start of a run.
+    """Model with which a run starts.
 
     Attributes:
         config: config of the trained model.
@@ -383,7 +384,8 @@ def attach(
         model: the model, which is changed in place.
         recipe: recipe of the run.
         hardware: the device that the model will be moved to.
-        values: values of the adapters, see `fill_adapter`; empty for new adapters.
+        values: values that the adapters start with, as in `fill_adapter`; empty to initialise new
+            adapters.
 
     Raises:
         ConfigError: a target can't be adapted, or 4-bit weights are not supported on this machine.
@@ -439,7 +441,7 @@ def _require_memory(config: ModelConfig, share: float) -> None:
 
     Args:
         config: config of the model.
-        share: fraction of the model that is stored by the processes of this machine together.
+        share: fraction of the model that the processes of this machine store together.
 
     Raises:
         ConfigError: the weights do not fit in memory, or their sizes exceed the limits of torch.
@@ -600,17 +602,17 @@ def _continued(
 
 
 def continued_lora(lora: LoraConfig, found: LoraConfig, tell: Callable[[str], None]) -> LoraConfig:
-    """Return the settings of an existing adapter, with dropout and quantisation from the recipe's
-    `lora` section if it sets them. If other keys of the section differ from the adapter's, show a
-    warning that names them.
+    """Return the settings of an existing adapter. Dropout and quantisation are taken from the
+    recipe's `lora` section if it sets them. If other keys of the section differ from the adapter's,
+    show a warning that names them.
     """
     own = {key: getattr(lora, key) for key in {"dropout", "quantize"} & lora.model_fields_set}
     found = found.model_copy(update=own)
     others = [k for k in sorted(lora.model_fields_set) if getattr(lora, k) != getattr(found, k)]
     if _token_ids(lora) <= _token_ids(found):
-        # If the adapter covers all of the recipe's tokens, this key is not reported. It may differ
-        # because tokens were added when the run started, or because adapter files contain full
-        # table names.
+        # Do not report `trainable_token_indices` if the adapter includes all tokens that the recipe
+        # lists. The values may differ because tokens were added when the run started, or because
+        # adapter files contain full table names.
         others = [key for key in others if key != "trainable_token_indices"]
     if others:
         tell(f"warning: ignored: {', '.join(f'lora.{key}' for key in others)}")

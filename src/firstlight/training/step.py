@@ -50,10 +50,10 @@ class Passes:
     clipping and the update.
 
     Attributes:
-        loss_sum: summed loss, a scalar tensor on the device.
+        loss_sum: loss summed over all valid tokens or pairs, as a scalar tensor on the device.
         tokens: number of valid tokens in all processes.
         terms: number of valid tokens or pairs in all processes.
-        scale: factor by which the loss was multiplied.
+        scale: factor by which the loss was multiplied before the backward pass.
     """
 
     loss_sum: Tensor
@@ -92,10 +92,11 @@ def train_step(
         skips_only_infinite: True if `accepts` returns True for every finite step. A GPU then
             applies the update while the host waits for the loss and gradient norm, and `accepts` is
             called afterwards.
-        passes: result of the passes over the batches if they have already been run; None to run
-            them.
+        passes: result of the forward and backward passes over `batches` if they have already been
+            run; None to run them.
         run_ahead: called after all work of the step has been submitted to a GPU and before the host
-            waits for the loss. It may run the passes of the next step, and returns True if it did.
+            waits for the loss. It may run the forward and backward passes of the next step. If it
+            did, it must return True.
 
     Raises:
         DivergedError: the loss or gradient is not finite, and neither `scaler` nor `accepts` can
@@ -123,7 +124,8 @@ def train_step(
         is_ahead = False
         if is_begun:
             numbers = torch.stack((loss.double(), norm.double()))
-            # The same check as in `_update`, but on the GPU.
+            # Check on the GPU that the loss and the gradient norm are finite. `_update` makes the
+            # same check on the host.
             optimizer.step(found_inf=(~numbers.isfinite().all()).float())
             read = numbers.tolist if run_ahead is None else download(numbers)
             is_ahead = run_ahead is not None and run_ahead()
@@ -225,8 +227,8 @@ def _update(
 
 
 def _repeatable_problem(error: Exception, optimizer: Optimizer, engine: Engine) -> str:
-    """Return the message of an out-of-memory error if the step can be repeated. Raise any other
-    error.
+    """If `error` is an out-of-memory error and the step can be repeated, return its message.
+    Otherwise, raise the error.
     """
     # If the backward pass updates parameters, some updates may have been applied. With several
     # processes, the other processes may be waiting for the gradients of this process. In both

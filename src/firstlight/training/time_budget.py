@@ -1,5 +1,5 @@
-"""Runs with a time budget in minutes, whose number of steps is derived from the durations of steps,
-evaluations and saves.
+"""Support runs that have a time budget in minutes. The number of steps of such a run is derived
+from the durations of its steps, evaluations and saves.
 
 The number of steps is predicted at the start, decided when the learning rate begins to depend on
 it, and corrected if the speed changes afterwards. The decided number is written to disk before a
@@ -38,9 +38,10 @@ from firstlight.run_log.reader import read_length, sound_json_lines
 from firstlight.training.processes import on_main
 from firstlight.training.program import TrainingProgram
 
-#: Parts of the training loop, other than steps, whose durations are measured. They are the
-#: generation of the first text of a process and of two more texts of `PROBE_TOKENS` tokens, the
-#: writing of a file of `PROBE_BYTES`, sample texts, loss evaluations, task evaluations and saves.
+#: Names of the parts of the training loop, other than steps, whose durations are measured. The
+#: first ones are measurements made only for predictions: generating a process's first text,
+#: generating two more texts of `PROBE_TOKENS` tokens, and writing a file of `PROBE_BYTES` bytes.
+#: The regular parts are sample texts, loss evaluations, task evaluations and saves.
 Part = Literal[
     "first text", "short text", "long text", "file", "samples", "evaluation", "tasks", "save"
 ]
@@ -134,8 +135,8 @@ class LoopTimes:
 
     @property
     def compile_seconds(self) -> float:
-        """Difference in seconds between the durations of the first steps and of the same number of
-        settled steps. For a compiled run, this is the compile time. At least one settled step is
+        """Seconds by which the first steps took longer than the same number of settled steps would
+        have taken. For a compiled run, this is the compile time. At least one settled step is
         required.
         """
         each = statistics.median(seconds / sequences for sequences, seconds in self.steps)
@@ -147,9 +148,9 @@ class LoopTimes:
         if self._begun is None:
             self._begun = now
         if self._sequences:
-            # Measure from the beginning of one step to the beginning of the next. This includes
-            # waits for data and logs, but not the other parts of the loop, which are timed
-            # separately.
+            # Measure the time from the beginning of one step to the beginning of the next one. It
+            # includes waits for data and logs. The time of evaluations, saves and other separately
+            # timed parts is excluded.
             seconds = now - self._step_began - self._apart
             # The first steps compile, allocate memory and read files that the system has not cached
             # yet.
@@ -180,8 +181,8 @@ class LoopTimes:
         finally:  # An evaluation may end in a rollback, after which the run continues.
             taken = self._clock() - began
             self._apart += taken
-        # The duration is not stored if the work was interrupted, because it would not predict the
-        # next duration.
+        # If the work was interrupted, do not store its duration, because it does not predict how
+        # long complete work takes.
         self.seconds[name] = taken
 
 
@@ -212,8 +213,8 @@ _CHECKS = 500
 #: checked again. _TOLERANCE is the largest difference between the predicted end of the run and the
 #: time budget that does not cause a correction, as a fraction of the budget. In simulations of
 #: machines that became three times slower or faster during the decay, runs missed the budget by 2%.
-#: With checks after half of the remaining steps, they missed it by 20%. With checks after an eighth
-#: of them, the number of steps was corrected up to twice as often.
+#: When the check took place after half of the remaining steps, runs missed the budget by 20%. When
+#: it took place after an eighth of them, the number of steps was corrected up to twice as often.
 _CHECK_SHARE = 0.25
 _TOLERANCE = 0.02
 
@@ -319,12 +320,13 @@ class TimeBudget:
         length: the predicted or decided number of steps.
         seconds_used: seconds spent in the training loop by earlier processes of the run.
         times: durations measured in this process.
-        most_steps: step limit of the run, regardless of the time; None for no limit.
+        most_steps: largest number of steps that the recipe allows, even if time remains; None for
+            no limit.
         is_new: True if `length` is a first, rough prediction.
 
     Attributes:
         seconds: the time budget in seconds.
-        most_steps: step limit of the run; None for no limit.
+        most_steps: largest number of steps that the recipe allows; None for no limit.
     """
 
     def __init__(
@@ -462,8 +464,8 @@ class TimeBudget:
         number changes if the run would miss its time budget by more than 2%, because the machine
         has become slower or faster.
 
-        At least half of the remaining steps are kept, so that the learning rate does not drop
-        abruptly. For the arguments, see `decided_steps`.
+        A check never removes more than half of the remaining steps, so that the learning rate does
+        not drop abruptly. For the arguments, see `decided_steps`.
         """
         assert isinstance(self.length, DecidedLength)
         max_steps, left = self.length.max_steps, self.seconds - self.seconds_used
@@ -497,7 +499,8 @@ def predicted_steps(
     """
     sequences = 60 * max_minutes * tokens_per_second / seq_len
     none: Sequence[Periodic] = ()
-    # With one second per sequence, the number of sequences equals the time in seconds.
+    # At one second per sequence, the time in seconds that is passed below equals the number of
+    # sequences.
     return steps_in_time(sequences, 0, 1.0, batch, periodic=none)
 
 
@@ -534,7 +537,7 @@ def _seconds(value: object) -> float:
 
 
 def length_of(record: Mapping[str, Any]) -> PredictedLength:
-    """Return the number of steps stored in a `TimeBudget.record`.
+    """Return the number of steps in a record of a run's length; see `TimeBudget.record`.
 
     Raises:
         CheckpointError: the record lacks a key.
@@ -608,7 +611,9 @@ def budget_of(
 
 
 def _usual_tokens_per_second(recipe: ResolvedRecipe, program: TrainingProgram) -> float:
-    """Roughly predict the speed from a typical MFU, for runs without a forecast."""
+    """Predict the speed of a run without a forecast. The prediction is rough and assumes a typical
+    MFU (model FLOPs utilization).
+    """
     peak = peak_flops(program.hardware.device, program.dtype) * program.engine.world.size
     model = meta_model(program.model.config)
     flops = train_flops_per_token(model, recipe.data.seq_len, frozen=recipe.lora is not None)
