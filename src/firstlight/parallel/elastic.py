@@ -63,8 +63,9 @@ _SAVING_SECONDS = 3600
 #: Time limit in seconds for all machines to connect to the rendezvous.
 _RENDEZVOUS_SECONDS = 900
 
-#: Exit codes of ranks that have not failed. The run is complete, was stopped and saved a
-#: checkpoint, or diverged. torch's agent treats every code except 0 as a failure.
+#: Exit codes of ranks that are not treated as failed. In this order, they mean that the run is
+#: complete, that it was stopped after saving a checkpoint, and that it diverged. torch's agent
+#: treats every code except 0 as a failure.
 _ENDS = (0, STOPPED_EXIT_CODE, DIVERGED_EXIT_CODE)
 
 #: Exit codes for errors that would recur after a restart, namely an invalid recipe or option and a
@@ -86,7 +87,7 @@ _TRACEBACK = "Traceback (most recent call last):"
 
 @dataclass(frozen=True)
 class Launch:
-    """Number of processes to start on each of a number of machines.
+    """Options that determine how many processes are started, and on how many machines.
 
     Attributes:
         nproc: number of processes on this machine.
@@ -165,12 +166,12 @@ def launch(command: Sequence[str], options: Launch, on_restart: Sequence[str] = 
                 f"({error or type(error).__name__}): check --rdzv-endpoint, and start all machines"
             )
             if not agent.failed:
-                # Leave the rendezvous open here as well, because the other machines may still be
-                # waiting for each other.
+                # Do not close the rendezvous here, because other machines may still be waiting for
+                # each other.
                 raise RankError(f"the rendezvous {options.endpoint} {problem}") from error
         if agent.failed and options.nnodes > 1:
-            # Wait, because this process may host the store from which ranks of other machines read
-            # the failure.
+            # Wait before exiting, because this process may host the store from which ranks on other
+            # machines read the failure.
             time.sleep(_LINGER_SECONDS)
         agent.close()
         if agent.failed:
@@ -183,8 +184,9 @@ def launch(command: Sequence[str], options: Launch, on_restart: Sequence[str] = 
 
 @dataclass(frozen=True)
 class _Ended:
-    """A rank that has failed. `code` is its exit code or, if a signal killed it, the negated signal
-    number. `said` is its output, or "" for rank 0, which writes to the terminal.
+    """A rank that has failed. The attribute `code` is its exit code or, if a signal killed it, the
+    negated signal number. The attribute `said` is its output. It is "" for rank 0, whose output is
+    written to the terminal.
     """
 
     rank: int
@@ -245,7 +247,7 @@ class _Agent(LocalElasticAgent):
         # The first machine determines the restart count for all machines. Each agent counts only
         # its own starts, so the counts differ after a machine has been replaced.
         key = "firstlight/start"
-        group = cast(Any, worker_group)  # torch's type hints require None for values set later.
+        group = cast(Any, worker_group)  # torch types the attributes as None.
         if group.group_rank == 0:
             group.store.set(key, f"{self._starts}-{uuid.uuid4().hex}")
         said = group.store.get(key).decode()
@@ -259,9 +261,9 @@ class _Agent(LocalElasticAgent):
         return cast(dict[int, Any], super()._start_workers(worker_group))
 
     def _shutdown(self, death_sig: signal.Signals | None = None, timeout: int = 30) -> None:
-        # torch 2.11 has no option for this time limit. Before a restart there is no signal, and
-        # torch's limit of 30 s is sufficient, because ranks that wait for a lost machine can't
-        # save.
+        # torch 2.11 has no option for this time limit. Set it only after a signal. Before a
+        # restart, torch's limit of 30 s is sufficient, because ranks that wait for a lost machine
+        # can't save.
         if death_sig is not None and self._pcontext is not None:
             self._pcontext.close(death_sig, _SAVING_SECONDS)
         super()._shutdown()

@@ -1,4 +1,4 @@
-"""The interface of engines, and the engines that keep the whole model on each process.
+"""Define the interface of engines, and the engines that keep the whole model on each process.
 
 An engine distributes one plain model over the processes of a run. It wraps or shards the model,
 combines gradients, and gathers weights and optimizer state for checkpoints.
@@ -82,8 +82,8 @@ class StateTensors(NamedTuple):
     Attributes:
         weights: weights by name.
         moments: optimizer state by name.
-        is_copy: True if the tensors do not share memory with the run, so the next step does not
-            change them.
+        is_copy: True if the tensors do not share memory with the model and the optimizer. In this
+            case, the next step does not change them.
     """
 
     weights: Mapping[str, Tensor]
@@ -93,7 +93,7 @@ class StateTensors(NamedTuple):
 
 class Engine:
     """Distributes one model over the processes of a run. This base class is the engine for runs
-    with a single process. The other engines override some of its methods.
+    with a single process. Subclasses are the engines for several processes.
 
     A step's gradient is the sum of the processes' gradients, because each process divides its loss
     by the number of valid tokens of all processes.
@@ -104,8 +104,8 @@ class Engine:
         device: this process's device.
 
     Attributes:
-        name: "none", "ddp", "fsdp" or "deepspeed"; it names the engine used between processes that
-            compute different sequences.
+        name: name of the engine that is used between processes that compute different sequences:
+            "none", "ddp", "fsdp" or "deepspeed".
         keeps_shards: True if `share` shards the weights over the processes.
         shards_state: True if each process keeps only a shard of the optimizer's state.
         keeps_buckets: True if the gradients' memory stays allocated between steps. This is the case
@@ -115,8 +115,8 @@ class Engine:
         averages_gradients: True if the library averages the processes' gradients instead of
             summing them.
         can_repeat_step: True if a step that ran out of memory can be repeated with smaller
-            micro-batches. This is not possible if other processes wait for this process's
-            gradients.
+            micro-batches. A step can't be repeated if other processes are waiting for this
+            process's gradients.
         rank, size: index of this process's part of each global batch, and the number of parts. With
             `distributed.tensor_parallel` or `distributed.pipeline`, neighbouring processes compute
             one part together.
@@ -172,7 +172,7 @@ class Engine:
 
         Args:
             config: the architecture.
-            vocab_multiple: number to a multiple of which the vocabulary is padded.
+            vocab_multiple: the size of the vocabulary is padded to a multiple of this number.
             generator: source of the random initial values; None leaves the values uninitialized.
             init: see `LanguageModel.init_weights`.
 
@@ -311,7 +311,7 @@ class Engine:
             optimizer: optimizer of the model.
             tensors_of: see `TensorsOf`; it is called while the parameters are full.
         """
-        # Every process has the full state, so nothing has to be gathered.
+        # Every process already has the full state, so it does not have to be gathered.
         if not self.is_main:
             return StateTensors({}, {})
         with optimizer.master_weights():

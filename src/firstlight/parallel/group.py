@@ -1,5 +1,5 @@
-"""The process group of a run, and the collective operations between its processes. This module
-calls these operations exchanges.
+"""Manage the process group of a run. The module also contains the collective operations between the
+processes of a run, which it calls exchanges.
 
 `process_group` opens torch's group after a rendezvous, watches the ranks by heartbeats, and closes
 the group. All ranks must call the exchanges in the same order. In a world of one process, an
@@ -8,14 +8,14 @@ exchange returns its argument. Objects are sent with torch's object collectives.
 Heartbeats detect ranks that have stopped answering. If a process is killed, stopped or stuck, the
 other processes remain in the middle of an exchange, which ends only after the timeout, or never.
 Each rank therefore has two background threads. The beating thread writes this rank's heartbeats to
-the store and reads those of other ranks. The deciding thread decides whether a rank has failed and,
-if necessary, ends this process. It never waits for the store, because the store's host may have
-stopped. Rank 0 watches all ranks, and all ranks watch rank 0, so the traffic grows linearly with
-the number of ranks.
+torch's key-value store and reads the heartbeats of other ranks. The deciding thread decides whether
+a rank has failed and, if necessary, ends this process. It never waits for the store, because the
+store's host may have stopped. Rank 0 watches all ranks, and all ranks watch rank 0, so the traffic
+grows linearly with the number of ranks.
 
-The time without a heartbeat is measured in short intervals during which this process was running. A
-process that was itself stopped (SIGSTOP), or whose GIL was held for a minute, therefore does not
-blame other processes.
+The time since the last heartbeat is added up from short intervals during which this process was
+running. A process that was itself stopped (SIGSTOP), or whose GIL was held for a minute, therefore
+does not blame other processes.
 """
 
 from __future__ import annotations
@@ -64,12 +64,13 @@ _GRACE_SECONDS = 3.0
 
 
 class Heartbeat:
-    """Watches the ranks of a world in two threads, which the constructor starts.
+    """Watches the ranks of a world for failures. The constructor starts the two threads that do
+    this.
 
     Args:
         store: the store of the ranks.
-        own: description of this process.
-        infos: all ranks, in the order of their numbers.
+        own: the `RankInfo` of this process.
+        infos: the `RankInfo` of every rank, ordered by rank.
         timeout_seconds: time in seconds without a heartbeat after which a rank is considered
             failed.
 
@@ -122,7 +123,9 @@ class Heartbeat:
         tell_failure(self._store, f"{self._own.name} failed: {message}")
 
     def stop(self) -> None:
-        """Stop both threads when the main thread leaves the group, with or without an error."""
+        """Stop the two background threads when the main thread leaves the group, with or without an
+        error.
+        """
         self._stopped.set()
         for thread in self._threads:
             # A thread that waits for a stopped store can't be joined, so it keeps running as a
@@ -167,8 +170,8 @@ class Heartbeat:
         before = time.monotonic()
         while not self._stopped.wait(_DECIDE_SECONDS):
             now = time.monotonic()
-            # If more time has passed, this process itself was stopped. This time is not counted
-            # against other ranks.
+            # If much more time than `_DECIDE_SECONDS` has passed, this process itself was stopped.
+            # Do not count the additional time against other ranks.
             passed, before = min(now - before, 2 * _DECIDE_SECONDS), now
             if self.failure is None:
                 self._count(passed)
@@ -177,8 +180,9 @@ class Heartbeat:
                 _end_process(self.failure)
 
     def _count(self, passed: float) -> None:
-        """Add `passed` seconds to the times since the last heartbeat of each watched rank and since
-        the store last answered. Then decide whether one of them exceeds the limit.
+        """Add `passed` seconds to the time since each watched rank's last heartbeat, and to the
+        time since the store last answered. Then decide whether any of these times exceeds the
+        limit.
         """
         limit = min(self._timeout, _SUSPICIOUS_SECONDS) if self._suspicious else self._timeout
         with self._lock:
@@ -441,7 +445,8 @@ def agree(flag: bool) -> bool:
 
 def barrier() -> None:
     """Wait until all ranks have called this function."""
-    # Use gloo on the CPU even if the model is on GPUs, so that no rank has to wait for its kernels.
+    # Use gloo on the CPU even if the model is on GPUs, so that a rank does not have to wait for its
+    # GPU kernels first.
     agree(False)
 
 
@@ -475,7 +480,8 @@ def gather_to_main(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     ]
     described = gather_objects(own)
     found = dict(tensors)
-    # Sends and receives are matched by their order, which is that of the exchanged descriptions.
+    # torch matches sends and receives by their order. Both sides use the order of the exchanged
+    # descriptions.
     if dist.get_rank() != 0:
         for tensor in tensors.values():
             dist.send(tensor.contiguous(), 0)

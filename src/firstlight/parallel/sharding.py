@@ -1,9 +1,10 @@
-"""Engines that shard a model's weights over processes, with tensor parallelism, FSDP2 or both.
+"""Define engines that shard a model's weights over processes. They use tensor parallelism, FSDP2 or
+a combination of the two.
 
 With tensor parallelism (Shoeybi et al. 2019, Megatron-LM, arXiv 1909.08053), several processes
-compute each layer of a Llama together. Each process computes some of the attention heads and a part
-of the MLP. All processes compute the same sequences, and each has the complete residual stream,
-norms, logits and loss. The sharded parameters are DTensors, created by torch's
+compute each layer of a Llama model together. Each process computes some of the attention heads and
+a part of the MLP. All processes compute the same sequences, and each has the complete residual
+stream, norms, logits and loss. The sharded parameters are DTensors, created by torch's
 `parallelize_module`.
 
 With FSDP2 (FSDP: Zhao et al. 2023, arXiv 2304.11277), each process stores a shard of every
@@ -78,14 +79,14 @@ class TensorParallelEngine(Engine):
         return model
 
     def _shard_tensors(self, model: Model, mesh: DeviceMesh) -> None:
-        """Shard the model's matrices over the dimension "tensor" of the mesh, and move the model to
-        the device.
+        """Shard the model's matrices along the mesh dimension "tensor", and move the model to the
+        device.
         """
         # torch warns that a sum over two mesh dimensions takes two all-reduces. Hide this warning,
         # because this is expected here.
         logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
         shard_tensors(model, mesh["tensor"])
-        # Converting to DTensors moved the parameters to the device, but not the buffers.
+        # The conversion to DTensors has moved the parameters to the device, but not the buffers.
         for module in model.modules():
             for name, buffer in list(module.named_buffers(recurse=False)):
                 setattr(module, name, buffer.to(self.device))
@@ -97,8 +98,9 @@ class TensorParallelEngine(Engine):
         # Imported here, because the import takes almost a second.
         from torch.distributed.device_mesh import init_device_mesh
 
-        # With fewer shards than processes (hybrid sharding), each group of `shard` neighbouring
-        # processes has a copy of the model. Gathering can then stay within a machine.
+        # If a copy of the model has fewer shards than there are processes (hybrid sharding), each
+        # group of `shard` neighbouring processes has a copy of its own. Layers can then be gathered
+        # within a machine.
         shard = self.config.shard or self.size
         sizes = {
             "replicate": self.size // shard,
@@ -134,8 +136,8 @@ class TensorParallelEngine(Engine):
 
 class FSDPEngine(TensorParallelEngine):
     """FSDP2 over the processes that compute different sequences. With
-    `distributed.tensor_parallel`, the model is sharded over the groups of tensor-parallel
-    processes.
+    `distributed.tensor_parallel`, each group of tensor-parallel processes computes the same
+    sequences, and FSDP2 shards the model over these groups.
     """
 
     name = "fsdp"
@@ -161,15 +163,17 @@ class FSDPEngine(TensorParallelEngine):
         bf16 = torch.bfloat16 if precision == "bf16" else None
         offload = OffloadPolicy()
         if self.config.offload == "cpu":
-            # Copies between GPU and CPU overlap with computation only if the memory is page-locked.
+            # Use page-locked memory. Otherwise, copies between GPU and CPU would not overlap with
+            # computation.
             offload = CPUOffloadPolicy(pin_memory=self.device.type == "cuda")
         # FSDP2 uses all dimensions except "tensor", along which all processes compute the same
         # sequences.
         names = tuple(name for name in mesh.mesh_dim_names or () if name != "tensor")
         options: dict[str, Any] = {
             "mesh": mesh[names],
-            # With False, layers stay gathered until their backward pass. This requires memory for
-            # the whole model, but saves one of the two gathers per layer.
+            # If this is False, layers stay gathered until their backward pass. This requires memory
+            # for the whole model, but each layer is gathered only once per micro-batch instead of
+            # twice.
             "reshard_after_forward": self.config.reshard_after_forward,
             "mp_policy": MixedPrecisionPolicy(
                 param_dtype=bf16, reduce_dtype=torch.float32 if bf16 else None
@@ -320,8 +324,8 @@ def _norm_with_plain_parameters(norm: RMSNorm | nn.LayerNorm, gradient: Any, x: 
 def _cache_for_own_heads(
     model: Model, size: int, batch_size: int, max_tokens: int, dtype: torch.dtype
 ) -> KVCache:
-    """Create the key-value cache for the attention heads that one of `size` processes computes. See
-    `LanguageModel.make_cache`.
+    """Create a key-value cache for the attention heads of a single process, if `size` processes
+    share the heads. See `LanguageModel.make_cache`.
     """
     config = model.config
     return KVCache(

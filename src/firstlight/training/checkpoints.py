@@ -210,7 +210,8 @@ class RunCheckpoints:
         targets = [e["to_step"] for e in run.state.events if e["event"] == "rollback"]
         before, every = run.state.step, run.recipe.checkpoint.every_steps
         if targets and before - targets[-1] == run.guard.skipped_in_a_row:
-            before = targets[-1]  # No step has succeeded since the previous rollback to this checkpoint.
+            # No step has succeeded since the previous rollback, so try an earlier checkpoint.
+            before = targets[-1]
         if run.recipe.guard.on_divergence == "stop":
             raise DivergedError(problem)
         if len(targets) >= run.recipe.guard.max_rollbacks:

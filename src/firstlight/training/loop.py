@@ -291,7 +291,7 @@ def training_loop(
             checkpoints.go_back(error)
             continue
         except StopRequestedError:
-            break  # The run was stopped during an evaluation. A resumed run will repeat the evaluation.
+            break  # A resumed run repeats the unfinished evaluation.
         except DataError as error:
             # The validation split is damaged. With several processes, only the process that read
             # the damaged part gets this error, so they can't save a checkpoint together.

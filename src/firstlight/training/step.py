@@ -33,7 +33,7 @@ class StepResult:
             preference pairs. For models with experts, the load-balancing loss times its coefficient
             is included.
         grad_norm: L2 norm of the gradient before clipping.
-        tokens: number of valid tokens in all processes.
+        tokens: number of valid tokens in the step, over all processes.
         skipped: True if the step was rejected or the scaled gradients overflowed. In this case,
             parameters and moments are unchanged.
     """
@@ -51,7 +51,7 @@ class Passes:
 
     Attributes:
         loss_sum: loss summed over all valid tokens or pairs, as a scalar tensor on the device.
-        tokens: number of valid tokens in all processes.
+        tokens: number of valid tokens in the step, over all processes.
         terms: number of valid tokens or pairs in all processes.
         scale: factor by which the loss was multiplied before the backward pass.
     """
