@@ -45,7 +45,7 @@ RUN_NAME = "run.json"
 FORMAT = "firstlight-checkpoint"
 VERSION = 2
 
-#: The end of any JSON object that is formatted by `json_text`.
+#: End of the text of every JSON object that `json_text` formats.
 _END = "\n}\n"
 
 _STEP_FOLDER = re.compile(r"step-(\d{8,})(-replaced-[0-9a-f]{8})?", re.ASCII)
@@ -80,9 +80,10 @@ class Saved:
     run_id: str | None = None
 
     def leaves_behind(self, other: Saved) -> bool:
-        """Return True if this checkpoint shows that `other` is part of a dead branch: `other` was
-        saved earlier than this checkpoint, but the run had continued from a checkpoint before
-        `other`.
+        """Return True if this checkpoint shows that `other` is part of a dead branch. For this,
+        `other` must have been saved before this checkpoint. It belongs to a dead branch if it was
+        saved after the checkpoint from which the run continued, or if its step is not lower than
+        the step of this checkpoint.
         """
         return other.sequence < self.sequence and (
             other.sequence > self.parent or other.step >= self.step
@@ -103,8 +104,8 @@ def step_of(folder: Path) -> int | None:
 
 
 def require_kept(checkpoint: Path) -> None:
-    """Raise an error if a path refers to a checkpoint that has been deleted by its run. All other
-    paths are accepted.
+    """Raise an error if a path refers to a checkpoint that its run has deleted. Every other path is
+    accepted.
 
     Raises:
         CheckpointError: the path looks like that of a checkpoint in a run folder, but does not
@@ -121,8 +122,8 @@ def require_kept(checkpoint: Path) -> None:
 
 @contextlib.contextmanager
 def reading_checkpoint(checkpoint: Path) -> Iterator[None]:
-    """If the checkpoint is deleted by its run during the `with` block, replace the resulting error
-    with one that explains this.
+    """If the run deletes the checkpoint during the `with` block, replace the resulting error with
+    an error that explains what happened.
 
     Raises:
         CheckpointError: the checkpoint was deleted. This error replaces the original one.
@@ -223,12 +224,12 @@ def _run_id(run_folder: Path, found: Sequence[Saved]) -> str | None:
 
 
 def sequence_at(saved: Sequence[Saved], step: int | None) -> int:
-    """Return the `sequence` of the checkpoint that was saved last, among those up to a given step,
-    or 0 if there is none.
+    """Return the `sequence` of the last saved checkpoint at or before a given step, or 0 if there
+    is none.
 
     Args:
         saved: the checkpoints of a run.
-        step: the step; None for all checkpoints.
+        step: last step that is considered; None to consider all checkpoints.
     """
     return max((one.sequence for one in saved if step is None or one.step <= step), default=0)
 
@@ -397,8 +398,8 @@ def _write_text(path: Path, content: str) -> HashedFile:
 
 
 def own_past(found: Sequence[Saved]) -> list[Saved]:
-    """Return the checkpoints with an undamaged manifest that do not belong to a dead branch, in the
-    given order.
+    """Return the checkpoints that have an undamaged manifest and do not belong to a dead branch.
+    Their order is unchanged.
 
     A checkpoint also belongs to a dead branch if a checkpoint that was saved later has the same or
     an earlier step.
@@ -426,8 +427,8 @@ def best_saved(run_folder: Path) -> list[Saved]:
 
 def _line(found: Sequence[Saved]) -> list[Saved]:
     """Return the newest checkpoint and all of its ancestors, found by following `parent`, newest
-    first. The result includes checkpoints that were replaced at the same step. All other undamaged
-    checkpoints belong to a dead branch.
+    first. The result includes checkpoints that were replaced at the same step. All undamaged
+    checkpoints that are not in the result belong to a dead branch.
     """
     line: list[Saved] = []
     for one in sorted(found, key=lambda one: one.sequence, reverse=True):

@@ -1,5 +1,5 @@
-"""Decide which checkpoints of a run to keep, and delete the others after a new checkpoint has been
-saved.
+"""Decide which checkpoints of a run to keep. All remaining checkpoints are deleted after a new
+checkpoint has been saved.
 """
 
 from __future__ import annotations
@@ -81,8 +81,8 @@ def averaged_checkpoints(past: Sequence[Saved], config: CheckpointConfig) -> Seq
     """Return the checkpoints to average at the end of a run: the newest checkpoint in `past`, and
     the latest earlier ones whose step is a multiple of `every_steps`.
 
-    A run that is stopped saves an additional checkpoint at a different step. It is not averaged, so
-    that stopping and resuming a run does not change the result.
+    A run that is stopped saves an additional checkpoint at a different step. This additional
+    checkpoint is not averaged, so that stopping and resuming a run does not change the average.
 
     Args:
         past: result of `own_past`, oldest first.

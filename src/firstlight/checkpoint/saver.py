@@ -53,8 +53,8 @@ from firstlight.parallel.engine import Engine
 from firstlight.weights.loading import weights_to_save
 from firstlight.weights.stored import WEIGHTS_NAME
 
-#: Maximum fraction of the free memory of a machine that the copies of all its processes can use.
-#: The free memory is measured at the first save.
+#: Maximum fraction of a machine's free memory that the copies of tensors can use, counting all
+#: processes on the machine. The free memory is measured at the first save.
 _COPY_SHARE = 0.5
 
 
@@ -137,7 +137,9 @@ class BackgroundSaver(Saver):
 
     @property
     def _parent(self) -> int | None:
-        """Step of the checkpoint before the next one, or None if there is none."""
+        """Step of the checkpoint that precedes the next one in the history of the run, or None if
+        there is none.
+        """
         return self.saved_step if self.saved_step >= 0 else None
 
     @property
@@ -307,7 +309,8 @@ class Snapshot:
 
 # Sharded checkpoints
 
-#: Shards of this process, keyed by `WEIGHTS` or `MOMENTS` and then by tensor name.
+#: Shards of this process. The outer key is `WEIGHTS` or `MOMENTS`, and the inner key is the name of
+#: the tensor.
 _Shards = dict[str, dict[str, TensorShard]]
 
 
@@ -316,12 +319,13 @@ class _DiscardedError(Exception):
 
 
 class ShardedSaver(BackgroundSaver):
-    """Saver for sharded checkpoints, to which each process writes its own shards. All processes
-    must call each method at the same points of the run.
+    """Saver for sharded checkpoints. Each process writes its own shards to the checkpoint. All
+    processes must call each method at the same points of the run.
 
     Each process writes and verifies its own files without communicating with the others, in a
-    thread if saving is asynchronous. Between two later steps, the processes then exchange the sizes
-    and hashes of their files, and the main process writes the manifest and renames the folder.
+    thread if saving is asynchronous. Once all files are written, the processes exchange the sizes
+    and hashes of their files between two steps. The main process then writes the manifest and
+    renames the folder.
 
     Args:
         run_folder: the run's folder, on a file system shared by all processes.
@@ -406,8 +410,8 @@ class ShardedSaver(BackgroundSaver):
         self._wait_for_deleting()
 
     def close(self) -> None:
-        """Stop threads and free memory. An incomplete checkpoint is abandoned, because it can't be
-        finished without the other processes, which may have ended.
+        """Stop the saver's threads and free its memory. An incomplete checkpoint is abandoned,
+        because finishing it requires all processes, and some of them may have ended.
         """
         try:
             if self._writing is not None:
@@ -532,8 +536,8 @@ def _write_whole(folder: Path, state: Mapping[str, Any]) -> dict[str, dict[str, 
 
 
 def _require_on_disk(files: list[HashedFile]) -> None:
-    """Read files back from the disk, and compare their SHA-256 with that of the data that was
-    written.
+    """Read files back from the disk, and compare their SHA-256 hashes with the hashes of the data
+    that was written.
 
     Raises:
         CheckpointError: a file on the disk has different content.
