@@ -1,5 +1,6 @@
-"""Resolve a recipe by setting every open key from facts about the machine, the data and the run. A
-recipe is resolved once per run, and in the same way for train, plan and bench.
+"""Resolve a recipe. Keys that the user left open (null or "auto") are set from facts about the
+machine, the data and the run. A recipe is resolved once per run, and in the same way by the
+commands train, plan and bench.
 
 The facts are collected first. They include the kind of data, the config of the model to be trained,
 the number of processes and the rates of the device. From these facts, `resolve` sets document
@@ -56,8 +57,8 @@ _LAUNCH_SECONDS = 2e-3
 _LARGE_VOCABULARY = 16384
 
 
-#: Keys of the `schedule` section that set the length of a run rather than the shape of the
-#: schedule.
+#: Keys of the `schedule` section that set the length of a run. All remaining keys set the shape of
+#: the schedule.
 _LENGTHS = frozenset(("max_steps", "epochs", "max_minutes"))
 
 #: Values to which the precision "auto" can be resolved.
@@ -81,7 +82,7 @@ class Facts:
         kind: kind of the data. It is "chat" for a mix that contains conversations, and None if the
             kind is unknown.
         model: config of the model to be trained; None to use the recipe's `model` section.
-        new_model: True if training starts from random weights.
+        new_model: True if the run trains a new model with random initial weights.
         run_folder: the run folder; None to keep the recipe's `run.dir`.
         earlier: resolved recipe of the run that is resumed; {} for a new run.
         largest_micro_batch: function that determines, by trials, the largest micro-batch size that
@@ -127,8 +128,8 @@ def for_new_model(
     nor the initial weights.
 
     The `NEW_MODEL` settings were tuned together. They are therefore not applied if the recipe sets
-    any key of the optimizer, the shape of the schedule or the initial weights. The unset keys of
-    such a recipe have their usual defaults.
+    any key of the optimizer, the shape of the schedule or the initial weights. In this case, all
+    unset keys have their usual defaults.
 
     Args:
         recipe: recipe of a run that starts from random weights.
@@ -270,8 +271,8 @@ def resolve(
 def _with_known(
     recipe: Recipe, facts: Facts, data: dict[str, Any], tell: Callable[[str], None]
 ) -> Recipe:
-    """Return the recipe with the keys set that depend on the data and the run. For a new model, the
-    `NEW_MODEL` settings are also applied.
+    """Return the recipe after setting the keys that depend on the data and the run. For a new
+    model, also apply the `NEW_MODEL` settings.
 
     Args:
         recipe: the recipe as written by the user.
@@ -281,7 +282,7 @@ def _with_known(
     """
     sections: dict[str, Any] = {}
     if facts.kind in ("chat", "preference"):
-        # Tokens must not attend to other examples in the same row.
+        # Enable document masking, because tokens must not attend to other examples in the same row.
         data = {**data, "document_masking": True}
     if facts.kind == "preference":
         data = {**data, "kind": "preference"}
@@ -373,7 +374,7 @@ def _resolve_curve(config: ScheduleConfig, earlier: Mapping[str, Any]) -> Schedu
     if config.decay_starts_at_peak is not None or config.kind not in falls:
         return config
     is_late = earlier.get("decay_starts_at_peak")
-    # Runs of older versions continue on their curve.
+    # Resumed runs of older versions keep their learning-rate curve.
     is_kept = earlier.get("kind") in falls and (is_late or _ends_at_zero(earlier))
     if not is_kept:
         is_late = _ends_at_zero(config.model_dump()) or None
@@ -394,7 +395,8 @@ def _resolve_optimizer(
     chosen: dict[str, Any] = {}
     has_choice = "embeddings_in_32_bits" in OPTIMIZERS[config.name].options
     if has_choice and config.embeddings_in_32_bits is None:
-        # Runs that were started with an older version of firstlight continue in 8 bits.
+        # Runs that were started with an older version of firstlight keep the state of the
+        # embeddings in 8 bits.
         before = earlier.get("embeddings_in_32_bits", False) if earlier else None
         chosen["embeddings_in_32_bits"] = before is not False
     if config.name == "adamw8bit" and config.eight_bit_library == "auto":
@@ -437,7 +439,7 @@ def open_compile_modes(
         size: hidden size and number of layers of the model.
         is_busy: True if other programs keep the cores busy.
     """
-    # `conflicts.py` rejects compilation in these cases.
+    # In these cases, `conflicts.py` rejects compilation.
     is_refused = (
         not _is_whole(parts)
         or named_engine(parts).updates_itself
@@ -449,13 +451,13 @@ def open_compile_modes(
         modes = [mode for mode in modes if mode.regional == config.compile_regional]
     if config.compile is False or not modes:
         return [NOT_COMPILED]
-    # Without compilation, fp8's casts cost more time than its faster matrix products save.
+    # Without compilation, the casts to fp8 cost more time than the faster matrix products save.
     return modes if compiles or config.precision == "fp8" else [NOT_COMPILED, *modes]
 
 
 def _loss_chunk_tokens(recipe: Recipe, model: ModelConfig, device: str, precision: str) -> int:
-    """Return the value to which a null `efficiency.loss_chunk_tokens` is resolved: 512, or 0 to
-    disable chunks.
+    """Return the value that replaces a null `efficiency.loss_chunk_tokens`. It is 512, or 0 to
+    compute the loss without chunks.
 
     In fp32 on a CPU, chunks take no additional time and save most of the memory for logits. In
     bf16, torch.compile fuses the head and the loss, which is faster than using chunks.
@@ -493,7 +495,7 @@ def usual_seconds(
     batch, schedule = recipe.batch, recipe.schedule
     minutes = schedule.max_minutes
     rows = 1 if batch.micro_batch_size == "auto" else batch.rows
-    # Number of tokens per step in each process.
+    # Number of tokens that each process computes per step.
     tokens: float = rows * (batch.gradient_accumulation_steps or 1) * seq_len
     if batch.global_batch_tokens is not None:
         tokens = batch.global_batch_tokens / facts.processes

@@ -1,4 +1,5 @@
-"""Schema of a recipe. A recipe contains all settings of a run, in strictly validated sections.
+"""Define the schema of a recipe. A recipe contains all settings of a run, in strictly validated
+sections.
 
 A section that configures a specific part of firstlight is defined in the module of that part. All
 other sections are defined here.
@@ -155,7 +156,7 @@ class PreferenceConfig(Section):
     """
 
 
-#: A model configuration of any family; `model_type` selects the class.
+#: Model configuration of any family. The value of `model_type` selects the class.
 AnyModelConfig = Annotated[ModelConfig, Field(discriminator="model_type")]
 
 
@@ -206,8 +207,9 @@ class Recipe(Section):
         return self
 
     def with_keys(self, section: str, **values: Any) -> Self:
-        """Return the recipe with new values for some keys of a section. The new values are not
-        validated."""
+        """Return a copy of the recipe with new values for some keys of a section. The new values
+        are not validated.
+        """
         changed = getattr(self, section).model_copy(update=values)
         return self.model_copy(update={section: changed})
 
@@ -236,7 +238,7 @@ class ResolvedBatch(BatchConfig):
 
 
 class ResolvedEfficiency(EfficiencyConfig):
-    """The `efficiency` section without "auto"."""
+    """The `efficiency` section, in which "auto" has been replaced in every key."""
 
     loss_chunk_tokens: int = Field(ge=0)
     compile: bool
@@ -249,8 +251,9 @@ class ResolvedEfficiency(EfficiencyConfig):
 
 
 class ResolvedRecipe(Recipe):
-    """All settings of a run, without open keys. None of the keys that `resolve` sets is null or
-    "auto"."""
+    """All settings of a run after `resolve` has set the open keys. None of these keys is null or
+    "auto".
+    """
 
     model: AnyModelConfig
     data: ResolvedData
