@@ -1,9 +1,9 @@
 """Process untrusted input in a child process with limits on memory and CPU time.
 
-Some files are in effect small programs: a chat template, the steps of a tokenizer.json, a JSON
-Schema. The libraries that run them do not limit time or memory, and a library call can't be
-interrupted from within its own process. A `LimitedProcess` therefore makes such calls in a child
-process, which is killed when a call exceeds a limit and restarted for the next call.
+Some files, such as chat templates, the processing steps in a tokenizer.json and JSON Schemas, are
+in effect small programs. The libraries that run them do not limit time or memory, and a library
+call can't be interrupted from within its own process. A `LimitedProcess` therefore makes such calls
+in a child process, which is killed when a call exceeds a limit and restarted for the next call.
 
     limit            enforced by
     CPU time         a timer in the child (ITIMER_PROF), whose signal ends the child even inside C
@@ -40,8 +40,9 @@ from typing import Any
 from firstlight import errors
 from firstlight.errors import FirstlightError, describe_os_error
 
-#: Interval in seconds at which the child's memory is checked, and ratio of a call's timeout to its
-#: CPU time limit. The ratio is high because the machine may be busy with other work.
+#: The first constant is the interval in seconds at which the child's memory is checked. The second
+#: constant is the ratio of a call's timeout to its CPU time limit. It is high because the machine
+#: may be busy with other work.
 _LOOK_SECONDS, _PATIENCE = 0.1, 20.0
 #: CPU time limit for starting a child, in seconds.
 _START_SECONDS = 30.0
@@ -97,8 +98,8 @@ class LimitedProcess:
                             stdout=subprocess.DEVNULL,
                             stderr=subprocess.DEVNULL,
                             start_new_session=True,
-                            # Disable the backtrace of Rust panics, which would take 50 MB and is
-                            # never shown.
+                            # Disable backtraces of Rust panics. A backtrace would take 50 MB of
+                            # memory and is never shown.
                             env={**os.environ, "RUST_BACKTRACE": "0"},
                         )
                     except OSError as error:
@@ -229,8 +230,8 @@ def serve(descriptor: int) -> None:
         descriptor: file descriptor of the connection.
     """
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    # Reset the handling of the signal. If the parent ignores or blocks the signal, the child
-    # inherits this.
+    # Reset the handling of the timer's signal, because the child inherits it from a parent that
+    # ignores or blocks this signal.
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGPROF])
     connection = Connection(descriptor)
