@@ -1,7 +1,7 @@
 """Read the files in a run folder, even while the run is active.
 
-The functions read complete files, or return metrics as curves. `LineFollower` and `StepFollower` read
-lines while another process writes them.
+The functions read complete files, or return metrics as curves. `LineFollower` and `StepFollower`
+read lines while another process writes them.
 """
 
 from __future__ import annotations
