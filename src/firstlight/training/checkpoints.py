@@ -82,7 +82,8 @@ class RunCheckpoints:
 
     @property
     def are_due(self) -> bool:
-        """True if a checkpoint is due, or is requested by a `save-now` file in the run folder.
+        """True if a checkpoint must be saved now, either because it is due or because a `save-now`
+        file in the run folder requests it.
 
         A checkpoint is due every `checkpoint.every_steps` steps, but not before the first step. In
         a run with a time budget, a checkpoint is also due `Run.save_interval` seconds after the
@@ -110,8 +111,8 @@ class RunCheckpoints:
         run = self.run
         if run.budget is None or not run.recipe.checkpoint.every_steps:
             return False
-        # Only the main process reads the clock. Otherwise the checkpoint might be due one step
-        # earlier or later in other processes.
+        # Only the main process reads the clock. If every process read its own clock, the processes
+        # could disagree on the step at which the checkpoint is saved.
         waited = on_main(run.engine, lambda: run.times.elapsed - self._saved_at)
         # Compare with the shortest possible interval first, because adding up the size of a
         # checkpoint takes time.
@@ -127,8 +128,8 @@ class RunCheckpoints:
         return on_main(self.run.engine, (self.run.folder / SAVE_NOW_NAME).is_file)
 
     def save(self) -> None:
-        """Save a checkpoint of the current state. The saver then deletes the checkpoints that do
-        not need to be kept.
+        """Save a checkpoint of the current state. The saver then deletes older checkpoints that the
+        recipe does not require to be kept.
 
         Raises:
             CheckpointError, StorageError: this checkpoint or the previous one could not be written.
@@ -189,7 +190,7 @@ class RunCheckpoints:
         # Reset the guard's count of skipped steps. With the count from the checkpoint, the next
         # attempt could fail at its first bad step.
         run.guard.skipped_in_a_row = 0
-        # Keep the data position, the micro-batch size that fits, and the events.
+        # Keep the current data position, the micro-batch size that fits in memory, and the events.
         run.state.rows_seen = run.rows_read
         run.state.micro_batch_rows, run.state.events = failed.micro_batch_rows, failed.events
         # Discard the sample texts and statistics of the dropped steps.
@@ -248,9 +249,11 @@ def captured(run: Run) -> Checkpoint:
     if run.base is not None:
         assert recipe.lora is not None
         files |= adapter_files(model, recipe.lora, run.base.name)
-        # With a config.json in the folder, transformers would look for the weights of a full model.
+        # Omit config.json from the folder of an adapter. If it were present, transformers would
+        # look for the weights of a full model.
         del files[CONFIG_NAME]
-    # The loader's count is not used, because it includes batches that were read but not trained on.
+    # Do not use the data loader's count, because it includes batches that were read but have not
+    # been used for training.
     rows_seen = run.state.rows_seen
     return Checkpoint(
         files=files,

@@ -26,8 +26,8 @@ def open_splits(
     progress: bool = False,
     reports_missing: bool = True,
 ) -> tuple[Corpus, Corpus | None]:
-    """Open the splits of a recipe's `data` section. Return (training split, validation split or
-    None).
+    """Open the splits of a recipe's `data` section. Return the training split and the validation
+    split, or None in place of a validation split that does not exist.
 
     Args:
         data: the recipe's `data` section.

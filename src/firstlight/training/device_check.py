@@ -165,7 +165,7 @@ def _passed_file(hardware: Hardware, keys: CheckedKeys) -> Path:
     driver = nvidia.read_text() if nvidia.exists() else platform.release()
     name, device = hardware.name, hardware.device
     if device.type == "cuda":
-        # One of several identical GPUs may be faulty.
+        # Include the GPU's UUID, because only one of several identical GPUs may be faulty.
         name += f" {torch.cuda.get_device_properties(device).uuid}"
     facts = "\n".join((name, driver, str(torch.__version__), *keys))
     return cache_folder() / f"device-checks/{hashlib.sha256(facts.encode()).hexdigest()}.json"
@@ -229,9 +229,9 @@ def _program(number: int, keys: CheckedKeys, hardware: Hardware) -> tuple[Traini
     """Create the training program of the model at index `number` of `_MODELS`, and a batch for
     it.
     """
-    # With this large eps, updates are proportional to gradients and have the same relative error.
-    # With a small eps, an update would depend only on the sign of the gradient, even if the
-    # gradient is merely a rounding error.
+    # This large eps makes updates proportional to the gradients, so that they have the same
+    # relative error as the gradients. With a small eps, an update would depend only on the sign of
+    # the gradient, even if the gradient is merely a rounding error.
     optimizer = {"learning_rate": 5.0, "eps": 1.0, "weight_decay": 0.01}
     efficiency = {"matmul_precision": "highest", "compile": False, "loss_chunk_tokens": 24 * number}
     values = {
@@ -291,8 +291,8 @@ def _generate(program: TrainingProgram, ids: Tensor, watching: _Comparison | Non
         use_few_rows(model)
     decoder = BatchDecoder(model.to(program.hardware.device), 2, ids.shape[1])
     with watching or contextlib.nullcontext(), matmul_precision(config):
-        # Process two sequences of different lengths in one pass, then more tokens of both
-        # sequences, and finally more tokens of only one of them.
+        # First process two sequences of different lengths in one pass. Then process more tokens of
+        # both sequences, and finally more tokens of only the first sequence.
         found = [decoder.add_many([ids[0, :20].tolist(), ids[1, :23].tolist()])]
         places = [*enumerate(decoder.lengths)]  # (row, number of tokens) pairs
         for count in (2, 2, 2, 1, 1, 1):

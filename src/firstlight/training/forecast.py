@@ -174,7 +174,8 @@ class ForecastComparison:
         self._steps += 1
         if self._steps == _SLOW_STEPS:
             self._allocated.look_less()
-        # Evaluations, saves and the first steps leave behind buffers that libraries have allocated.
+        # Measure again after evaluations, saves and the first steps, because libraries allocate
+        # buffers in them and keep these buffers.
         if self._allocated.is_running and (self._steps <= _SLOW_STEPS or "val/loss" in record):
             self._allocated.find_level(self.tensor_bytes())
         for name, found in self._rates.items():
@@ -198,7 +199,7 @@ class ForecastComparison:
             # planner's fake tensors do not take any memory.
             if type(one) in (torch.Tensor, torch.nn.Parameter) and one.layout == torch.strided:
                 found[id(one)] = weakref.ref(one)
-                # A failed measurement must not end a run.
+                # Ignore errors, because a failed measurement must not end a run.
                 with contextlib.suppress(RuntimeError):
                     storage = one.untyped_storage()
                     # Keyed by address, because views and tied tensors share a storage, which must
@@ -221,8 +222,8 @@ class ForecastComparison:
             - "tokens_per_second", "learned_tokens_per_second", "samples_per_second": medians over
               all steps except the first two; None if there are no other steps.
         """
-        # A GPU's peak includes everything since the start of this process, so subtract the memory
-        # that was allocated before the run.
+        # On a GPU, the peak is measured from the start of this process, so subtract the memory that
+        # was allocated before the run.
         peak = peak_memory_bytes(self._hardware.device)
         on_gpu = self._hardware.device.type == "cuda"
         return {

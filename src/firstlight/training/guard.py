@@ -138,7 +138,7 @@ def z_score(value: float, before: deque[float]) -> float:
     variance = math.fsum((x - mean) ** 2 for x in before) / len(before)
     deviation = max(math.sqrt(variance), _LEAST_DEVIATION * abs(mean))
     if deviation == 0:
-        # All previous values are 0, so any larger value is a spike.
+        # All previous values are 0. Every larger value is therefore a spike.
         return math.inf if value > mean else 0.0
     return (value - mean) / deviation
 
@@ -190,8 +190,8 @@ class LossScaler:
                 )
             return
         self.good_steps += 1
-        # Raise the scale again at intervals, because small gradients underflow in fp16 if the scale
-        # is low.
+        # Increase the scale again at intervals, because small gradients underflow in fp16 if the
+        # scale is low.
         if self.good_steps == _STEPS_BETWEEN_GROWTHS:
             self.scale *= _GROWTH
             self.good_steps = 0

@@ -266,7 +266,7 @@ def training_loop(
             ahead.drop()
             break
         try:
-            if run.state.pending is None:  # Otherwise, the last step must still be evaluated.
+            if run.state.pending is None:  # If it is set, the last step must still be evaluated.
                 checkpoints.require_written()
                 lr_scale = run.begin_step()  # the learning-rate schedule
                 result = None

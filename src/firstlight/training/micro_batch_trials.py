@@ -1,4 +1,4 @@
-"""Find the largest micro-batch size that fits in memory by running trials in separate processes.
+"""Find the largest micro-batch size that fits in memory. Each size is tried in a separate process.
 
 A process that runs out of memory may be unable to continue or may be killed by the system, so
 trials never run in the training process. `recipe/resolve.py` decides whether they are needed.
@@ -53,7 +53,8 @@ def largest_micro_batch(
         recipe: recipe with batch.global_batch_tokens; its micro-batch size is ignored.
         hardware: the device to run on.
         tell: called with a message about the result.
-        processes: number of processes that share each step; a trial runs the share of one process.
+        processes: number of processes that share each step. A trial runs only the share of a single
+            process.
 
     Raises:
         ConfigError: the global batch can't be divided evenly, not even one row fits, or the
@@ -222,7 +223,8 @@ def _limit_memory(more: int) -> None:
     if not status.exists():
         return
     lines = dict(line.split(":", 1) for line in status.read_text(encoding="utf-8").splitlines())
-    # RLIMIT_DATA counts private memory; RLIMIT_AS would also count mapped files and libraries.
+    # Use RLIMIT_DATA, which counts private memory. RLIMIT_AS would also count mapped files and
+    # libraries.
     used = int(lines["VmData"].split()[0]) * 1024
     _, hard = resource.getrlimit(resource.RLIMIT_DATA)
     limit = used + more if hard == resource.RLIM_INFINITY else min(used + more, hard)

@@ -112,8 +112,8 @@ def first_reason(reason: str | None) -> str | None:
     """Return the stop reason of the first process that has one, or None. All processes get the same
     result. This is a collective operation.
     """
-    # Exchange a flag first, because this function is called in every step, and the text is needed
-    # only in the last one.
+    # Exchange a flag first. This function is called in every step, and the reason as text is needed
+    # only in the last step.
     if not agree(reason is not None):
         return None
     return next((one for one in gather_objects(reason) if one is not None), None)
@@ -157,7 +157,8 @@ class Stopping:
         # Python allows only the main thread to set signal handlers.
         if threading.current_thread() is threading.main_thread():
             for number in _SIGNALS:
-                # None means that the handler was not set from Python, so Python can't restore it.
+                # The value is None if the handler was not set from Python. Python can't restore
+                # such a handler.
                 if signal.getsignal(number) not in (signal.SIG_IGN, None):
                     self._before[number] = signal.signal(number, self._hear)
         return self
@@ -167,8 +168,8 @@ class Stopping:
     ) -> None:
         is_handled = bool(self._before)
         self._put_back()
-        # If a signal arrived too late for the training loop, raise it again to end the program,
-        # which might otherwise start another run.
+        # If a signal arrived after the training loop last checked for one, raise it again. It then
+        # ends the program, which might otherwise start another run.
         if isinstance(error, RunReplacedError) and is_handled and self.signal:
             signal.raise_signal(signal.Signals[self.signal])
 

@@ -62,8 +62,8 @@ class LossCurve:
 
     def __init__(self) -> None:
         self.first_step = self.last_step = 0
-        #: (sum, count) of each mean. Entries are replaced rather than modified, because the drawing
-        #: thread reads the list while steps are added.
+        #: Pairs of a sum and a count, one for each mean. Entries are replaced rather than modified,
+        #: because the drawing thread reads the list while steps are added.
         self._parts: list[tuple[float, int]] = []
         self._steps_of_a_mean = 1
 
@@ -95,9 +95,8 @@ class LossCurve:
     def drawn(self, columns: int, rows: int) -> tuple[list[str], float, float]:
         """Draw the curve with braille characters.
 
-        Returns:
-            (`rows` lines of at most `columns` characters, loss at the upper edge, loss at the
-            lower edge).
+        Returns: A list of `rows` lines of at most `columns` characters, the loss at the upper edge,
+        and the loss at the lower edge.
         """
         points = _resampled(self.means, 2 * columns)
         high, low = _edges(points)
@@ -106,12 +105,12 @@ class LossCurve:
         cells = [[0] * columns for _ in range(rows)]
         before = heights[0]
         for x, y in enumerate(heights):
-            # Draw a vertical line from the height of the previous dot, so that a steep curve has no
-            # gaps.
+            # Draw a vertical line that starts at the height of the previous dot, so that a steep
+            # curve does not have gaps.
             for dot in range(min(before + (y > before), y), max(before - (y < before), y) + 1):
                 cells[dot // 4][x // 2] |= _DOTS[dot % 4][x % 2]
             before = y
-        # Remove trailing blanks, which would wrap onto a new line if the terminal were made
+        # Remove trailing spaces, which would wrap onto a new line if the user makes the terminal
         # narrower.
         texts = ["".join(chr(0x2800 + cell) if cell else " " for cell in row) for row in cells]
         return [text.rstrip() for text in texts], high, low
@@ -130,8 +129,9 @@ class LossCurve:
 
 
 def _edges(points: list[float]) -> tuple[float, float]:
-    """Return (95th percentile of the losses, lowest loss). The highest loss is not used as the
-    upper edge, because the high losses at the start of a run would flatten the rest of the curve.
+    """Return the losses at the upper and lower edges of the plot, which are the 95th percentile of
+    the losses and the lowest loss. The highest loss is not used as the upper edge, because the high
+    losses at the start of a run would flatten the rest of the curve.
     """
     ordered = sorted(points)
     return ordered[math.ceil(0.95 * (len(ordered) - 1))], ordered[0]
@@ -499,8 +499,8 @@ class _TerminalView(View):
             get_renderable=(lambda: progress) if is_large else line,
             console=target,
             refresh_per_second=_FRAMES_PER_SECOND,
-            # Otherwise, rich would print stdout above the progress even if stdout is redirected to
-            # a file.
+            # Do not let rich redirect stdout. It would print stdout above the progress even if
+            # stdout is redirected to a file.
             redirect_stdout=False,
             vertical_overflow="crop",
         )

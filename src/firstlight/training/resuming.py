@@ -35,10 +35,10 @@ from firstlight.training.starting_model import changed_keys, read_start
 from firstlight.training.state import TrainState, restore
 from firstlight.training.time_budget import length_of
 
-#: Keys of the `optimizer` section that determine the tensors of the optimizer's state.
+#: Keys of the `optimizer` section that determine which tensors the optimizer state contains.
 _STATE_KEYS: Sequence[str] = ("name", "eight_bit_library", "embeddings_in_32_bits")
 
-#: Values of keys that are missing from checkpoints of older versions.
+#: Values that are assumed for keys that a checkpoint of an older version does not contain.
 _BEFORE_THE_KEY = {"embeddings_in_32_bits": False, "adafactor_variant": "torch"}
 
 #: Entries of the data's identity that must not change, mapped to the values assumed if they are
@@ -79,8 +79,8 @@ def take_up(run: Run, folder: Path) -> None:
     _require_same_seed(folder, before, run)
     run.take_up(checkpoint)
     run.init_from = saved.get("init_from")
-    # If the user has changed the micro-batch size, try the new size even if the old one was reduced
-    # because memory ran out.
+    # If the user has changed the micro-batch size, try the new size, even if memory ran out with
+    # the old size and firstlight reduced it.
     if before.get("batch", {}).get("micro_batch_size") != run.recipe.batch.micro_batch_size:
         run.state.micro_batch_rows = 0
     if run.recipe.batch.rows % run.micro_batch_size:
@@ -253,8 +253,8 @@ def _require_same_optimizer(folder: Path, saved: Mapping[str, Any], run: Run) ->
 def _changed_optimizer_keys(
     saved: Mapping[str, Any], run: Run, keys: Sequence[str]
 ) -> Iterator[tuple[str, Any, Any]]:
-    """Yield (key, value in the checkpoint's recipe, current value) for the keys whose values
-    differ.
+    """Yield the name, the value in the checkpoint's recipe and the current value of each key whose
+    values differ.
     """
     before, now = _BEFORE_THE_KEY | saved.get("optimizer", {}), run.recipe.optimizer.model_dump()
     return ((key, before[key], now[key]) for key in keys if before.get(key, now[key]) != now[key])

@@ -207,7 +207,8 @@ class Run:
         """Return True if an action that is repeated every `every_steps` steps is due after the
         current step.
         """
-        # Every action is due at the end, so that the final weights are evaluated and saved.
+        # Every action is due after the last step, so that the final weights are evaluated and
+        # saved.
         at_end = self.is_last(self.state.step)
         return at_end or (every_steps > 0 and self.state.step % every_steps == 0)
 
@@ -255,8 +256,8 @@ class Run:
             CheckpointError: the checkpoint does not fit the run.
         """
         self.state = restore(checkpoint, self.program)
-        # Restore the guard, so that a resumed run detects spikes at the same steps as an
-        # uninterrupted one.
+        # Restore the guard's losses and gradient norms, so that a resumed run detects spikes at the
+        # same steps as an uninterrupted run.
         self.guard.load_state_dict(checkpoint.trainer_state.get("guard", {}))
         self.saved_step, self.unsaved = self.state.step, False
 
@@ -554,11 +555,11 @@ class Run:
         state = self.state
         hardware = self.program.hardware
         sequences = self.batch.at(state.step - 1)
-        # Count all tokens of the sequences, including those without a loss, as is usual for the
-        # MFU.
+        # Count all tokens of the sequences, including tokens without a loss, as is usual for the
+        # MFU (model FLOPs utilization).
         tokens_per_second = sequences * self.seq_len / seconds
-        # Sum over all devices, including those that share sequences (tensor parallelism, pipeline
-        # stages).
+        # Sum the peak FLOP/s of all devices, including devices that work on the same sequences
+        # (tensor parallelism, pipeline stages).
         peak = peak_flops(hardware.device, program.dtype) * self.engine.world.size
         router = program.router_metrics(result.tokens)
         # Exclude the routers' auxiliary loss, so that train/loss is comparable with val/loss. A

@@ -108,7 +108,7 @@ def set_up(
         hardware: the hardware of this process.
         engine: the engine that connects the processes of the run.
         shown: True to show messages to the user from the main process.
-        is_announced: True if the data has already been described to the user.
+        is_announced: True if a description of the data has already been shown to the user.
 
     Raises:
         ConfigError, DataError, ModelError, CheckpointError, StorageError: the recipe, data, model,
@@ -262,7 +262,8 @@ def _assembled(
 def _open_data(
     recipe: Recipe, start: str | Path | None, engine: Engine, tell: Callable[[str], None]
 ) -> tuple[Corpus, Corpus | None, Tokenizer]:
-    """Open the data. Return (training split, validation split or None, their tokenizer).
+    """Open the data. Return the training split, the validation split or None, and the tokenizer of
+    the splits.
 
     Args:
         start: the model or checkpoint from which the run starts; None for a new model.
@@ -293,7 +294,8 @@ def _open_data(
 
 
 def _seed(recipe: Recipe) -> None:
-    # Also seed the generators of Python and numpy, because `on_step` may use them.
+    # Seed the generators of Python and numpy in addition to torch's, because `on_step` may use
+    # them.
     torch.manual_seed(recipe.run.seed)
     random.seed(recipe.run.seed)
     np.random.seed(recipe.run.seed % 2**32)
@@ -395,7 +397,7 @@ def _require_disk(run: Run) -> None:
         kept += left // config.keep_every
     one = checkpoint_bytes(run.program.optimizer.num_parameters, run.program.optimizer.state_bytes)
     # A new checkpoint is written before the oldest one is deleted. A run with a time budget also
-    # saves checkpoints at steps other than those counted above.
+    # saves checkpoints at steps that are not counted above.
     needed = one * (min(saves, kept + 1) if run.save_interval is None else kept + 1)
     if config.average_last:
         needed += checkpoint_bytes(run.program.optimizer.num_parameters, 0)
@@ -537,8 +539,8 @@ def begin_run(
     *,
     is_announced: bool = False,
 ) -> None:
-    """Predict the memory, speed and length of a run, and record its start. If the run is complete,
-    do nothing.
+    """Predict the memory, speed and length of a run, and record that it has started. If the run is
+    complete, do nothing.
 
     Args:
         run: the run, inside `open_run`.
@@ -605,8 +607,8 @@ def _asked(question: Callable[[], T], tell: Callable[[str], None]) -> T | None:
 
 
 def _record_start(run: Run) -> None:
-    """Append a line for this start to starts.jsonl. If the run has no checkpoint, begin a new
-    file.
+    """Append a line that describes this start of the run to starts.jsonl. If the run does not have
+    a checkpoint, begin a new file.
     """
     path = Path(run.folder) / STARTS_NAME
     lines, problem = sound_json_lines(path) if run.saved_step > 0 else ([], None)
@@ -680,8 +682,8 @@ def _trained(run: Run) -> tuple[dict[str, Tensor], dict[str, Kind]]:
 
 
 def _describe_start(run: Run) -> Iterator[str]:
-    """Yield lines that describe the length of the run and the learning rate and weight decay of
-    each parameter role.
+    """Yield lines that describe the length of the run, and the learning rate and weight decay of
+    each kind of parameter.
     """
     schedule = run.schedule
     optimizer = run.recipe.optimizer

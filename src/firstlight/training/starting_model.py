@@ -315,7 +315,8 @@ def read_start(init_from: str | Path, engine: Engine, read: Callable[[Path], T])
         return read_model_folder(init_from, read)
 
     def found() -> str | None:
-        # Share the path only for local folders, because each machine caches hub models separately.
+        # Send the main process's path to all processes only if it is a local folder, because each
+        # machine caches hub models separately.
         is_here = Path(init_from).expanduser().is_dir()
         return str(resolve_model_folder(init_from)) if is_here else None
 
@@ -454,7 +455,8 @@ def _require_memory(config: ModelConfig, share: float) -> None:
     # torch raises these errors for sizes that exceed 64 bits.
     except (RuntimeError, TypeError, OverflowError) as error:
         raise ConfigError(f"model: these sizes are impossible: {error}; lower them") from error
-    # With pipeline stages, the processes of this machine store only a fraction of the model.
+    # If the run has pipeline stages, the processes of this machine store only a fraction of the
+    # model.
     needed = int(needed * share)
     if needed > memory:
         raise ConfigError(
@@ -478,7 +480,8 @@ def _resumed_config(recipe: Recipe, newest: Path, tell: Callable[[str], None]) -
     config = read_config(newest)
     multiple = saved_vocab_multiple(newest, state)
     try:
-        # The manifest verifies that the files are unchanged, but not that they match each other.
+        # The checkpoint's manifest shows that the files are unchanged. It does not show that they
+        # match each other.
         if is_sharded_checkpoint(newest):
             fitting_model(config, newest, multiple)
         else:
@@ -559,7 +562,7 @@ def _starting_model(
                 "convert "
                 f"{init_from} --to hf --out DIR`, and start from DIR"
             )
-        # A tokenizer may have more tokens than its model has rows.
+        # A tokenizer may have more tokens than the embedding of its model has rows.
         before = min(old.vocab_size, loaded.model.config.vocab_size)
         copied_from = _copied_token(new_rows, old)
         if copied_from is not None and copied_from >= before:

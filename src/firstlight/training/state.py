@@ -166,8 +166,8 @@ def restore_python_random_states(words: Mapping[str, Tensor], rest: Mapping[str,
     if "numpy" in rest:
         keys = words[f"{RNG_PREFIX}numpy"]
         found = rest["numpy"]
-        # With an all-zero state, numpy can loop forever. With an invalid position, it reads out of
-        # bounds.
+        # Check the state first. If it consists of zeros, numpy can loop forever. If its position is
+        # invalid, numpy reads out of bounds.
         if len(keys) != _NUMPY_WORDS or (keys >> 32).any() or not keys.any():
             raise ValueError(f"numpy's state is not {_NUMPY_WORDS} words of 32 bits")
         if type(found["position"]) is not int or not 0 <= found["position"] <= len(keys):
@@ -255,7 +255,7 @@ def restore(checkpoint: Checkpoint, program: TrainingProgram) -> TrainState:
         raise CheckpointError(
             f"the checkpoint's random-number states are damaged: {error}".splitlines()[0]
         ) from error
-    # Only checkpoints of fp16 runs contain a loss scale.
+    # A checkpoint contains a loss scale only if the run uses fp16.
     if program.scaler is not None and saved.get("loss_scale") is not None:
         program.scaler.load_state_dict(saved["loss_scale"])
     return state
@@ -315,7 +315,7 @@ def _saved_state(saved: Mapping[str, Any]) -> TrainState:
         raise CheckpointError(f"trainer_state.json is damaged: {error}") from error
     for name in ("step", "tokens_seen", "rows_seen", "skipped_steps", "micro_batch_rows"):
         count = getattr(state, name)
-        # isinstance is not used, because it would accept JSON's true as an int.
+        # Compare the exact type, because isinstance would accept JSON's true as an int.
         if type(count) is not int or not 0 <= count <= _MOST_COUNTED:
             raise CheckpointError(f"trainer_state.json is damaged: {name} is {count!r:.100}")
     if state.skipped_steps > state.step:
@@ -348,7 +348,8 @@ def _is_record(pending: Any, step: int) -> bool:
         isinstance(pending, dict)
         and pending.get("step") == step
         and all(type(value) in (int, float, bool, type(None)) for value in pending.values())
-        # Formatting an int beyond the largest float would raise an error.
+        # Reject an int that is larger than the largest float, because formatting it would raise an
+        # error.
         and all(abs(value or 0) <= sys.float_info.max for value in pending.values())
         # Step 0 is the evaluation before the first step. Its record does not contain the metrics of
         # a step.

@@ -39,22 +39,23 @@ from firstlight.training.processes import on_main
 from firstlight.training.program import TrainingProgram
 
 #: Names of the parts of the training loop, other than steps, whose durations are measured. The
-#: first ones are measurements made only for predictions: generating a process's first text,
-#: generating two more texts of `PROBE_TOKENS` tokens, and writing a file of `PROBE_BYTES` bytes.
-#: The regular parts are sample texts, loss evaluations, task evaluations and saves.
+#: first ones are measurements made only for predictions: generating the first tokens in a process,
+#: generating two more sequences of `PROBE_TOKENS` tokens, and writing a file of `PROBE_BYTES`
+#: bytes. The regular parts are sample texts, loss evaluations, task evaluations and saves.
 Part = Literal[
     "first text", "short text", "long text", "file", "samples", "evaluation", "tasks", "save"
 ]
 
-#: Estimates used until measurements are available. FORWARD_SHARE is the duration of a sequence in
-#: an evaluation, as a fraction of its duration in a training step. WRITTEN_PER_SECOND is the number
-#: of bytes of a checkpoint that are written and verified per second.
+#: Estimates used until measurements are available. FORWARD_SHARE is the time that an evaluation
+#: takes per sequence, as a fraction of the time that a training step takes per sequence.
+#: WRITTEN_PER_SECOND is the speed at which a checkpoint is written and verified, in bytes per
+#: second.
 FORWARD_SHARE = 0.35
 WRITTEN_PER_SECOND = 150e6
 
-#: The duration of the first sample texts is predicted from generating two texts of these lengths,
-#: in tokens. Two lengths are needed to separate the time per token from the fixed cost per text,
-#: which includes copying the weights.
+#: Lengths in tokens of two sequences that are generated in order to predict the duration of the
+#: first sample texts. Two lengths are needed to separate the time per token from the fixed time per
+#: sequence, which includes copying the weights.
 PROBE_TOKENS = (1, 9)
 
 #: The duration of the first checkpoint is predicted from writing a file of this size, in bytes.
@@ -105,10 +106,10 @@ class LoopTimes:
         clock: monotonic clock in seconds.
 
     Attributes:
-        steps: (sequences, seconds) of each of the latest settled steps, including waits for data
-            and logs.
-        slow_steps: (sequences, seconds) of each of the first steps, including waits for data and
-            logs.
+        steps: number of sequences and duration in seconds of each of the latest settled steps. The
+            duration includes waits for data and logs.
+        slow_steps: number of sequences and duration in seconds of each of the first steps. The
+            duration includes waits for data and logs.
         settled_steps: total number of settled steps.
         settled_seconds: total seconds of all settled steps.
         seconds: seconds of the last occurrence of each part; parts that have not occurred are
@@ -152,8 +153,8 @@ class LoopTimes:
             # includes waits for data and logs. The time of evaluations, saves and other separately
             # timed parts is excluded.
             seconds = now - self._step_began - self._apart
-            # The first steps compile, allocate memory and read files that the system has not cached
-            # yet.
+            # Store the first steps separately. They are slower because they compile, allocate
+            # memory and read files that the system has not cached yet.
             if len(self.slow_steps) < _SLOW_STEPS:
                 self.slow_steps.append((self._sequences, seconds))
             else:
@@ -165,8 +166,8 @@ class LoopTimes:
         self._sequences = 0
 
     def count(self, sequences: int) -> None:
-        """Set the number of sequences in the current step. A step without this call is not
-        timed.
+        """Set the number of sequences in the current step. A step for which this method is not
+        called is not timed.
         """
         self._sequences = sequences
 
@@ -201,8 +202,8 @@ _FEWEST_SHARE = 0.02
 _ENOUGH_SHARE = 0.2
 
 #: Fraction of the run's step limit (`max_steps`, `epochs`) after which the number of steps may be
-#: decided even if the steps were too fast to reach the minimums above. Such a run ends at its step
-#: limit, long before its time is used up.
+#: decided even if the steps were too fast to reach the minimums above. Such a run reaches its step
+#: limit long before its time is used up.
 _QUICK_SHARE = 0.2
 
 #: Number of times per run that the number of steps is predicted in order to check whether it must
@@ -229,7 +230,8 @@ class Periodic:
     Attributes:
         every_steps: number of steps between occurrences; 0 if the work is done only at the end.
         seconds: duration in seconds of each occurrence before the end of the run.
-        last_seconds: duration in seconds of the occurrence after the last step.
+        last_seconds: duration in seconds of the occurrence at the end of the run, after the last
+            step.
     """
 
     every_steps: int
@@ -289,15 +291,17 @@ def seconds_of_steps(
 def mean_sequence_seconds(steps: Sequence[tuple[int, float]], ahead: float) -> float:
     """Return the mean seconds per sequence in a step, averaged over the most recent steps.
 
-    The mean covers a period half as long as the time to be predicted, but at most half of the time
-    so far. The mean therefore adapts quickly if a machine becomes slower, and excludes the start of
-    a run, when processors are still cool and fast.
+    The mean covers the most recent steps, over a period that is half as long as the time to be
+    predicted. The period is at most half of the time since the first step. The mean therefore
+    adapts quickly if a machine becomes slower, and excludes the start of a run, when processors are
+    still cool and fast.
 
     The duration of a step is limited to twice the median, because a machine that stalled once is
     not expected to stall again.
 
     Args:
-        steps: (sequences, seconds) of each step, at least one.
+        steps: number of sequences and duration in seconds of each step. At least one step is
+            required.
         ahead: duration of the steps to be predicted, in seconds.
     """
     recent: list[tuple[int, float]] = []
@@ -572,7 +576,7 @@ def budget_of(
         program: program of the run.
         folder: the run folder.
         newest: checkpoint from which the run is resumed or branches off; None without a checkpoint.
-        rows_per_epoch: number of rows in the training split.
+        rows_per_epoch: number of rows (sequences of `seq_len` tokens) in the training split.
         resumed: False for a new run, whose record in the folder is ignored.
 
     Raises:
@@ -593,7 +597,7 @@ def budget_of(
         # unchanged.
         if (record.get("max_minutes"), record.get("most_steps")) == (minutes, most):
             return record
-        # This is a new run, or a resumed run with a different time budget. A resumed run keeps the
+        # The run is new, or it is resumed with a different time budget. A resumed run keeps the
         # time that it has already used.
         rate = _usual_tokens_per_second(recipe, program)
         steps = predicted_steps(minutes, rate, batch, recipe.data.seq_len)

@@ -38,7 +38,7 @@ from firstlight.run_log.reader import LineFollower, StepFollower
 #: one.
 PROJECT = "firstlight"
 
-#: Metrics of a step, and the sample texts generated after it.
+#: Metrics of a step, and the sample texts that were generated after the step.
 Step = tuple[Mapping[str, Any], Sequence[Mapping[str, Any]]]
 
 
@@ -111,7 +111,7 @@ class TensorboardTracker:
 
     Scalars are stored in fp32. The sample texts of a step are named `samples/0`, `samples/1` and so
     on. The wall time of an event is the start time of the run plus the training time up to the
-    event. Pauses between a stop and a resumption are excluded.
+    event. The time between stopping and resuming a run is not counted.
     """
 
     is_mirror = True
@@ -311,7 +311,7 @@ class MlflowTracker:
 
 
 def _leaves(config: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, str]]:
-    """Yield (`section.key`, value as text) for each key of a recipe."""
+    """Yield the name, in the form `section.key`, and the value as text of each key of a recipe."""
     for key, value in config.items():
         if isinstance(value, Mapping):
             yield from _leaves(value, f"{before}{key}.")

@@ -1,4 +1,6 @@
-"""Evaluations during a run: loss on held-out data, sample texts, and task scores."""
+"""Evaluate the model during a run. Evaluations measure the loss on held-out data, generate sample
+texts and score the model on tasks.
+"""
 
 from __future__ import annotations
 
@@ -41,8 +43,8 @@ def evaluate(run: Run, check: Callable[[], None]) -> None:
     duration of sample texts is predicted. All of these sequences are discarded.
 
     Args:
-        run: the run. Metrics are added to `state.pending`, and texts to `samples`.
-        check: called between batches and between parts of a text. It may raise an error.
+        run: the run. Metrics are added to `run.state.pending`, and sample texts to `run.samples`.
+        check: called between batches and repeatedly while text is generated. It may raise an error.
 
     Raises:
         DivergedError: a loss or the model's output is not finite.
@@ -102,7 +104,7 @@ def evaluations_due(run: Run) -> tuple[bool, bool, bool]:
 
 
 def _write_samples(run: Run, check: Callable[[], None]) -> None:
-    """Generate a text for each prompt of the recipe's `evaluation` section."""
+    """Generate sample text for each prompt of the recipe's `evaluation` section."""
     config, step = run.recipe.evaluation, run.state.step
     for prompt in config.sample_prompts:
         text = _sample(run, prompt, config.sample_tokens, check)
@@ -111,14 +113,14 @@ def _write_samples(run: Run, check: Callable[[], None]) -> None:
 
 
 def _sample(run: Run, prompt: str, tokens: int, check: Callable[[], None]) -> str:
-    """Generate a text of at most `tokens` tokens for a prompt.
+    """Generate at most `tokens` tokens of text for a prompt.
 
     Raises:
         DivergedError: the model's output is not finite.
     """
     program = run.program
-    # Use the same seed in all evaluations, so that differences between texts are caused only by the
-    # weights.
+    # Use the same seed in all evaluations, so that only the weights cause differences between the
+    # generated samples.
     sampling = SamplingConfig(tokens, run.recipe.evaluation.temperature, top_k=50, seed=0)
     loaded, text = _loaded(program.model, run.tokenizer, run.folder), ""
     try:
@@ -202,8 +204,8 @@ def _score(run: Run, check: Callable[[], None]) -> None:
     """Score the model on the tasks of the recipe's `evaluation` section."""
     program, record = run.program, _record(run)
     loaded = _loaded(program.model, run.tokenizer, run.folder)
-    # Use a larger batch than in training, because task texts are short and nothing is stored for a
-    # backward pass.
+    # Use a larger batch than in training, because the sequences of tasks are short and no
+    # activations are stored for a backward pass.
     texts = 4 * run.recipe.batch.rows
     for task in run.tasks:
         try:
