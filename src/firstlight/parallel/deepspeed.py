@@ -330,8 +330,8 @@ def _gathered(parameter: nn.Parameter, *, changed: bool = False) -> Iterator[Non
 
 
 def _forget_closed_group() -> None:
-    """Make DeepSpeed look up torch's process group again if DeepSpeed still refers to the closed
-    group of an earlier run in this process.
+    """If DeepSpeed still refers to the process group of an earlier run in this process, which has
+    been closed, make DeepSpeed look up torch's current process group.
     """
     from deepspeed.comm import comm
     from deepspeed.utils import groups
@@ -403,7 +403,7 @@ def require_asynchronous_io(local_rank: int) -> None:
     if local_rank == 0:
         _report_lock(builder.name)
         _load(builder)
-    # The other processes wait, because the library's file is incomplete until the build ends.
+    # Make the other processes wait, because the library's file is incomplete until the build ends.
     barrier()
     _load(builder)
 
@@ -457,8 +457,8 @@ class DeepSpeedEngine(Engine):
     shards_state = True
     updates_itself = True
     averages_gradients = True
-    # A failed step can't be repeated, because some of its gradients may already be in DeepSpeed's
-    # buffers.
+    # A failed step can't be repeated, because DeepSpeed's buffers may already contain some of its
+    # gradients.
     can_repeat_step = False
     _zero: ZeroModel
 
@@ -540,7 +540,7 @@ class ZeroOptimizer(Optimizer):
         precision, local_rank: see `ZeroModel`.
 
     Attributes:
-        zero: the model with its DeepSpeed engine.
+        zero: the distributed model and its DeepSpeed engine.
 
     Raises:
         MissingDependencyError, ConfigError: see `ZeroModel`.
@@ -708,8 +708,8 @@ class ZeroOptimizer(Optimizer):
         return steps
 
     def _flat(self) -> list[Tensor]:
-        """Return the 1-D tensors that torch's optimizer updates. Each tensor is the concatenation
-        of the shards of many parameters.
+        """Return the 1-D tensors that torch's optimizer updates. Each of these tensors contains the
+        concatenated shards of many parameters.
         """
         inner = self._inner
         if self.zero.stage == 3:

@@ -54,8 +54,9 @@ _HANDED_ON = (
     "zero_optimization.offload_param.pin_memory",
 )
 
-#: Common keys that are ignored, because firstlight has its own training loop, messages and
-#: checkpoints, always uses torch's optimizers, and keeps parameters in fp32.
+#: Common keys that are ignored. They configure parts of DeepSpeed that firstlight does not use,
+#: because it has its own training loop, messages and checkpoints, always uses torch's optimizers,
+#: and keeps parameters in fp32.
 _WITHOUT_EFFECT = (
     "steps_per_print",
     "wall_clock_breakdown",

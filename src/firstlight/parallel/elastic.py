@@ -140,8 +140,8 @@ def launch(command: Sequence[str], options: Launch, on_restart: Sequence[str] = 
     Raises:
         RankError: a rank other than 0 failed, a rank was killed, or the machines did not connect.
     """
-    # By default, each rank would start as many threads as there are cores, and the ranks would slow
-    # each other down.
+    # Limit the number of threads. By default, each rank would start as many threads as there are
+    # cores, and the ranks would slow each other down.
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, usable_cpus() // options.nproc)))
     # Make a rank that crashes inside a library's native code print its Python traceback.
     os.environ.setdefault("PYTHONFAULTHANDLER", "1")
@@ -196,7 +196,7 @@ class _Ended:
 
     @property
     def error(self) -> str:
-        """The rank's error as one line."""
+        """The error with which the rank failed, as one line."""
         name = f"rank {self.rank} on {socket.gethostname()} (pid {self.pid}) failed:"
         lines = self.said.rstrip().splitlines()
         for line in reversed(lines):
@@ -216,8 +216,8 @@ class _Agent(LocalElasticAgent):
     """torch's agent with the changes listed in this module's docstring.
 
     Attributes:
-        failed: ranks of this machine that have failed since the last start, in the order of their
-            failures.
+        failed: ranks of this machine that have failed since the ranks were last started, in the
+            order in which they failed.
     """
 
     def __init__(
@@ -244,8 +244,8 @@ class _Agent(LocalElasticAgent):
         self._rdzv_handler.shutdown()
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
-        # The first machine determines the restart count for all machines. Each agent counts only
-        # its own starts, so the counts differ after a machine has been replaced.
+        # All machines use the restart count of the first machine. Each agent counts only the starts
+        # that it has made itself, so the agents' counts differ after a machine has been replaced.
         key = "firstlight/start"
         group = cast(Any, worker_group)  # torch types the attributes as None.
         if group.group_rank == 0:
@@ -372,7 +372,7 @@ def _rendezvous(options: Launch) -> RendezvousParameters:
         local_addr="localhost" if alone else None,
         timeout=_RENDEZVOUS_SECONDS,
         # Without this argument, torch compares host names, and a container may be unable to resolve
-        # its own.
+        # its own host name.
         is_host=alone or options.node_rank == 0,
     )
 

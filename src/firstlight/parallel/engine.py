@@ -118,11 +118,13 @@ class Engine:
             micro-batches. A step can't be repeated if other processes are waiting for this
             process's gradients.
         rank, size: index of this process's part of each global batch, and the number of parts. With
-            `distributed.tensor_parallel` or `distributed.pipeline`, neighbouring processes compute
-            one part together.
-        group_rank: index of this process among the processes that compute one part together.
-        loss_factor: factor by which a loss is multiplied before its backward pass. It is `size` if
-            the library averages gradients, so that the average equals the sum; otherwise it is 1.
+            `distributed.tensor_parallel` or `distributed.pipeline`, several neighbouring processes
+            compute the same part together.
+        group_rank: index of this process among the processes that compute the same part of the
+            global batch together.
+        loss_factor: factor by which a loss is multiplied before its backward pass. If the library
+            averages gradients, the factor is `size`, so that the average is equal to the sum.
+            Otherwise, it is 1.
     """
 
     name = "none"
@@ -167,8 +169,7 @@ class Engine:
         generator: torch.Generator | None = None,
         init: InitConfig | None = None,
     ) -> Model:
-        """Create this process's part of a new model, on the CPU. This is the whole model, except in
-        a pipeline.
+        """Create a new model on the CPU. In a pipeline, create only the stage of this process.
 
         Args:
             config: the architecture.
@@ -288,8 +289,8 @@ class Engine:
         """
         if self.world.size == 1:
             return list(values)
-        # Processes that compute one part together have the same numbers, so only one of them
-        # contributes to the sums.
+        # Processes that compute a part of the global batch together have the same numbers, so only
+        # one of these processes contributes to the sums.
         own = values if self.group_rank == 0 else [0.0] * len(values)
         sums: list[float] = all_reduce_sum(torch.tensor(own, dtype=torch.float64)).tolist()
         return sums

@@ -83,7 +83,7 @@ class Heartbeat:
         self, store: PrefixStore, own: RankInfo, infos: Sequence[RankInfo], timeout_seconds: float
     ) -> None:
         self.failure: str | None = None
-        # Use a separate connection to the store, because calls on one connection wait for each
+        # Use a separate connection to the store, because calls on the same connection wait for each
         # other.
         self._beat_store: PrefixStore = store.clone()  # type: ignore[attr-defined]
         self._store = store
@@ -114,7 +114,7 @@ class Heartbeat:
         """
         # Watch all ranks with a shorter time limit, because any of them may have failed.
         self._suspicious = True
-        # The limit starts at a rank's last heartbeat, which may have arrived just now.
+        # The time limit of a rank starts at its last heartbeat, which may have arrived just now.
         self._decided.wait(_SUSPICIOUS_SECONDS + 3 * _BEAT_SECONDS)
         return self.failure
 
@@ -220,7 +220,7 @@ def _end_process(failure: str) -> None:
     The message is written directly to the file descriptor, because the main thread may hold the
     lock of Python's stderr object.
     """
-    # Show the terminal's cursor again, which the live view of a run hides.
+    # Show the terminal's cursor again, because the live view of a run has hidden it.
     start = "\n\033[?25h" if os.isatty(2) else ""
     with contextlib.suppress(OSError):
         os.write(2, f"{start}firstlight: error: {failure}\n".encode(errors="replace"))
@@ -323,12 +323,11 @@ def process_group(
         if heartbeat is not None:
             failure = _failure_elsewhere(error, own, heartbeat)
             heartbeat.stop()
-        # Closing the group immediately raises an error in ranks that wait for this rank in an
-        # exchange.
+        # As soon as the group is closed, ranks that wait for this rank in an exchange get an error.
         _close_broken_group()
         if own.rank == 0 and not hosted_by_agent():
-            # The store ends with this process, so give the other ranks some time to read the
-            # failure.
+            # This process hosts the store, which ends with it. Give the other ranks some time to
+            # read the failure first.
             time.sleep(TALK_SECONDS)
         if failure is None:
             raise

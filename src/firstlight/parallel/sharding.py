@@ -82,8 +82,8 @@ class TensorParallelEngine(Engine):
         """Shard the model's matrices along the mesh dimension "tensor", and move the model to the
         device.
         """
-        # torch warns that a sum over two mesh dimensions takes two all-reduces. Hide this warning,
-        # because this is expected here.
+        # torch warns that a sum over two mesh dimensions takes two all-reduces. Hide the warning,
+        # because two all-reduces are expected here.
         logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
         shard_tensors(model, mesh["tensor"])
         # The conversion to DTensors has moved the parameters to the device, but not the buffers.
@@ -245,9 +245,9 @@ def shard_tensors(model: Model, mesh: DeviceMesh) -> None:
             # Each process looks up the tokens in its part of the vocabulary. The rows of all other
             # tokens are zero, and an all-reduce sums the rows.
             "table": RowwiseParallel(input_layouts=whole),
-            # These styles are used for pairs of matrices. Each process computes a part of the first
-            # matrix's outputs and multiplies it by its part of the second matrix. A single
-            # all-reduce sums the products.
+            # These two styles are used for pairs of matrices, such as the projections of an MLP.
+            # Each process computes a part of the first matrix's outputs and multiplies it by its
+            # part of the second matrix. A single all-reduce sums the products.
             "columns": ColwiseParallel(),
             "rows": RowwiseParallel(),
             # Each process computes the logits of a part of the vocabulary. The logits are gathered,
@@ -261,13 +261,13 @@ def shard_tensors(model: Model, mesh: DeviceMesh) -> None:
         for name, kind in model.tensor_parallel_plan.items()
         if name.replace("*", "0") in names
     }
-    # With None, torch does not send the weights, which every process already has.
+    # With `src_data_rank=None`, torch does not send the weights, which every process already has.
     parallelize_module(model, mesh, plan, src_data_rank=None)
     for name, module in model.named_modules():
         if isinstance(module, RMSNorm | nn.LayerNorm):
             _keep_whole(module, mesh, sees_own_heads=name.endswith(("q_norm", "k_norm")))
     # torch creates new parameters for each module of the plan, so a tied weight has become two
-    # separate parameters. Tie them again.
+    # separate parameters. Tie these parameters again.
     if model.config.tie_word_embeddings:
         model.lm_head.weight = model.embedding.weight
     # Each process computes only its own attention heads, so its key-value cache contains only these
@@ -284,17 +284,18 @@ def _keep_whole(norm: RMSNorm | nn.LayerNorm, mesh: DeviceMesh, *, sees_own_head
     Args:
         norm: the norm, changed in place.
         mesh: a one-dimensional mesh of the processes.
-        sees_own_heads: True for the norms of queries and keys, which are applied only to this
-            process's heads.
+        sees_own_heads: True for the norms of queries and keys. These norms are applied only to the
+            attention heads of this process.
     """
     from torch.distributed.tensor import Partial, Replicate, distribute_tensor
 
     for name, before in list(norm.named_parameters()):
-        # With None, torch does not send the values, which are already the same on all processes.
+        # With `src_data_rank=None`, torch does not send the values, which are already the same on
+        # all processes.
         whole = distribute_tensor(before.detach(), mesh, [Replicate()], src_data_rank=None)
         setattr(norm, name, nn.Parameter(whole, before.requires_grad))
     # Each process applies the weight only to the queries and keys of its own heads, so its gradient
-    # is only one term of a sum.
+    # must be summed over the processes.
     placement = Partial() if sees_own_heads else Replicate()
     norm.forward = functools.partial(_norm_with_plain_parameters, norm, placement)  # type: ignore[method-assign]
 

@@ -1,8 +1,8 @@
 """Read this process's rank and world size from the environment variables of its launcher.
 
 torchrun, `accelerate launch` and `firstlight train --nproc` set RANK and WORLD_SIZE; mpirun and
-srun set other variables. Incomplete or contradictory variables are rejected, because the run would
-otherwise have a different number of processes than requested.
+srun set other variables. Incomplete or contradictory variables are rejected. Otherwise, the run
+could have a different number of processes than the user requested.
 """
 
 from __future__ import annotations
