@@ -108,8 +108,7 @@ def require_kept(checkpoint: Path) -> None:
     accepted.
 
     Raises:
-        CheckpointError: the path looks like that of a checkpoint in a run folder, but does not
-            exist.
+        CheckpointError: the path has the form of a checkpoint in a run folder, but does not exist.
     """
     folder = checkpoint.parent
     is_of_run = step_of(checkpoint) is not None and folder.name == CHECKPOINTS and folder.is_dir()
@@ -235,7 +234,7 @@ def sequence_at(saved: Sequence[Saved], step: int | None) -> int:
 
 
 def sealed(content: Mapping[str, Any]) -> str:
-    """Serialise a manifest as JSON. Its last entry is the SHA-256 of the rest of the JSON."""
+    """Serialise a manifest as JSON, and add the SHA-256 of this JSON as its last entry."""
     return _seal(json_text(content))
 
 
@@ -245,7 +244,7 @@ def _seal(text: str) -> str:
 
 
 def _is_sealed(text: str) -> bool:
-    """Return True if the SHA-256 in a manifest's text matches the rest of the text."""
+    """Return True if the SHA-256 entry of a manifest matches the rest of the manifest's text."""
     return text == _seal(text[: -len(_seal(_END))] + _END)
 
 
@@ -346,7 +345,7 @@ def write_manifest(
     after: int | None = None,
     run_id: str | None = None,
 ) -> None:
-    """Write the manifest of a checkpoint, whose presence marks the checkpoint as complete.
+    """Write the manifest of a checkpoint. A checkpoint is complete if it has a manifest.
 
     Args:
         folder: the temporary folder of `new_checkpoint`.

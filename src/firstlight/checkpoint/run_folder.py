@@ -169,8 +169,8 @@ def _locked(folder: Path, lock_name: str) -> FileIO:
     # fails.
     for left in range(_TRIES, 0, -1):
         try:
-            # This call also syncs the entry of the folder in its parent. Otherwise, a crash could
-            # lose all files.
+            # `make_folder` also syncs the folder's entry in its parent folder to the disk. Without
+            # this, a crash could lose all files.
             make_folder(folder)
         except StorageError as error:
             if left == 1 or not isinstance(error.__cause__, FileNotFoundError):

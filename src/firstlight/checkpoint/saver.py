@@ -59,8 +59,8 @@ _COPY_SHARE = 0.5
 
 
 class Saver:
-    """Interface for saving checkpoints. This base class is used by all processes except the main
-    process: it participates in gathering the state, but does not write anything.
+    """Interface for saving checkpoints. All processes except the main process use this base class,
+    which participates in gathering the state but does not write anything.
 
     Attributes:
         saved_step: step of the newest complete checkpoint of the run, or -1 if there is none. A run
@@ -182,10 +182,11 @@ class BackgroundSaver(Saver):
 
 class CheckpointSaver(BackgroundSaver):
     """Saver for the main process. It writes and verifies the checkpoints of a run, and deletes
-    those that are no longer needed.
+    checkpoints that are no longer needed.
 
-    With asynchronous saving, `save` only copies the tensors. A thread does everything else while
-    training continues, and the process does not exit before the thread has finished.
+    With asynchronous saving, `save` only copies the tensors. A thread writes and verifies the
+    checkpoint while training continues, and the process does not exit before the thread has
+    finished.
 
     Args:
         run_folder, config, held: see `BackgroundSaver`.
@@ -221,8 +222,8 @@ class CheckpointSaver(BackgroundSaver):
         try:
             self._writing.result()
         finally:
-            # If a signal interrupted the wait, the checkpoint is not complete yet, and a later call
-            # waits again.
+            # If a signal interrupted the wait, the checkpoint is not complete yet. In this case,
+            # keep it as pending, so that a later call waits again.
             if self._writing.done():
                 self._writing = None
 
@@ -322,10 +323,10 @@ class ShardedSaver(BackgroundSaver):
     """Saver for sharded checkpoints. Each process writes its own shards to the checkpoint. All
     processes must call each method at the same points of the run.
 
-    Each process writes and verifies its own files without communicating with the others, in a
-    thread if saving is asynchronous. Once all files are written, the processes exchange the sizes
-    and hashes of their files between two steps. The main process then writes the manifest and
-    renames the folder.
+    Each process writes and verifies its own files without communicating with other processes. If
+    saving is asynchronous, it does this in a thread. Once all files are written, the processes
+    exchange the sizes and hashes of their files between two steps. The main process then writes the
+    manifest and renames the folder.
 
     Args:
         run_folder: the run's folder, on a file system shared by all processes.
@@ -356,8 +357,8 @@ class ShardedSaver(BackgroundSaver):
 
         Args:
             step: number of completed optimizer steps.
-            capture: function that returns this process's part of the state: sharded tensors
-                (DTensors), and tensors that are not sharded.
+            capture: function that returns this process's part of the state. It consists of sharded
+                tensors (DTensors) and tensors that are not sharded.
 
         Raises:
             CheckpointError, StorageError: a process could not write its part of this or the

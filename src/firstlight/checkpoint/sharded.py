@@ -119,7 +119,7 @@ def own_shards(tensors: Mapping[str, Tensor]) -> dict[str, TensorShard]:
     which of them writes it. Only one process must pass tensors that are not sharded.
 
     Returns:
-        Shards whose tensors share memory with `tensors` and are on the same device.
+        The shards. Their tensors share memory with `tensors` and are on the same device.
     """
     # Import this here, because it takes almost a second.
     from torch.distributed.checkpoint.default_planner import create_default_local_save_plan
@@ -243,7 +243,8 @@ def read_shards(folder: Path, kind: str, targets: Mapping[str, Tensor]) -> None:
     reader.fs = Shards()
     try:
         with warnings.catch_warnings():
-            # torch warns that each process reads on its own (no_dist), which is intended here.
+            # Hide torch's warning that each process reads without communication (no_dist), which is
+            # intended here.
             warnings.simplefilter("ignore", UserWarning)
             load(
                 {name: target.detach() for name, target in targets.items()},
@@ -333,8 +334,8 @@ def restore_shards(
         model: the model, which is modified in place. Its parameters can be sharded in any way.
         optimizer: the optimizer of the model, which is modified in place.
         vocab_multiple: the vocabulary of the model is padded to a multiple of this number.
-        other_prefix: prefix of the names of those tensors in the optimizer files that are not
-            moments.
+        other_prefix: prefix that distinguishes the names of tensors in the optimizer files that are
+            not moments.
         has_moments: True to raise an error if the checkpoint does not contain moments.
 
     Returns:
