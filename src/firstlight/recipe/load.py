@@ -233,8 +233,9 @@ def known_keys() -> list[str]:
 
 
 def recipe_fields() -> Iterator[tuple[str, type[BaseModel], str]]:
-    """Yield (section, class of the section, key) for each key of a recipe, in the order of the
-    schema."""
+    """Yield the section name, the section's class and the key name of each recipe key, in the order
+    of the schema.
+    """
     for section, field in Recipe.model_fields.items():
         for kind in _section_types(field.annotation):
             for key in kind.model_fields:

@@ -334,8 +334,8 @@ def _resolve_efficiency(
     config, earlier = recipe.efficiency, facts.earlier.get("efficiency", {})
     chosen: dict[str, Any] = {}
     if config.precision == "auto":
-        # With optimizer_in_backward, parameters are updated before it is known whether the fp16
-        # gradients have overflowed, so use fp32.
+        # Use fp32 with optimizer_in_backward, because parameters are then updated before it is
+        # known whether the fp16 gradients have overflowed.
         overflows = facts.precision == "fp16" and config.optimizer_in_backward
         own = "fp32" if overflows else facts.precision
         chosen["precision"] = earlier.get("precision", own)
