@@ -376,7 +376,7 @@ def write_probe(folder: Path, size: int) -> None:
 
 
 def require_free(path: Path, advice: str) -> None:
-    """Raise an error if writing a folder to `path` would overwrite anything.
+    """Raise an error if a folder can't be written to `path` without overwriting existing files.
 
     Raises:
         InputError: `path` exists and is not an empty folder; the message ends with `advice`.

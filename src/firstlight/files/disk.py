@@ -123,7 +123,7 @@ class OutputFile:
 
     def write_over_start(self, data: bytes) -> None:
         """Overwrite the beginning of the file, for example a header that contains the length of the
-        data. After this call, nothing more can be written.
+        data. No data can be written to the file after this call.
         """
         self._write_gathered()
         self._file.seek(0)

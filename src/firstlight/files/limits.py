@@ -76,7 +76,8 @@ class LimitedProcess:
         _ALL.add(self)
 
     def start(self) -> int:
-        """Start the child if it is not running. Return how many times it has been started so far.
+        """Start the child if it is not running. Return the number of times that the child has been
+        started so far.
 
         Raises:
             FirstlightError: the child could not be started, or the factory raised a
@@ -86,8 +87,8 @@ class LimitedProcess:
             if self._process is None:
                 self._connection, theirs = Pipe()
                 with theirs:
-                    # Use the same module search path as this process, but without the current
-                    # folder, whose modules could shadow other modules.
+                    # Use the same module search path as this process, but leave out the current
+                    # folder, because modules in it could shadow installed modules.
                     paths = [path for path in sys.path if path]
                     code = f"import sys; sys.path[:] = {paths!r}; " + _CHILD_CODE
                     try:
@@ -127,7 +128,8 @@ class LimitedProcess:
         )
 
     def call(self, request: Any, *, seconds: float) -> Any:
-        """Call the function with `request`, and return the result. Both are JSON data.
+        """Call the function with `request`, and return the result. The request and the result are
+        JSON data.
 
         Args:
             request: argument of the function.
