@@ -56,7 +56,7 @@ class RunCheckpoints:
         else:
             self.saver = Saver()
         self.saver.saved_step = run.saved_step
-        #: Value of `run.times.elapsed` at the end of the last save.
+        #: Value that `run.times.elapsed` had at the end of the last save.
         self._saved_at = 0.0
 
     def __enter__(self) -> RunCheckpoints:
@@ -100,7 +100,9 @@ class RunCheckpoints:
 
     @property
     def is_regular(self) -> bool:
-        """True if the save interval, in steps or in seconds, has elapsed at the current step."""
+        """True if the interval between two saves has elapsed at the current step. The interval is
+        given in steps and, for a run with a time budget, also in seconds.
+        """
         run = self.run
         return run.state.step > 0 and (
             run.is_due(run.recipe.checkpoint.every_steps) or self._is_late
@@ -114,8 +116,8 @@ class RunCheckpoints:
         # Only the main process reads the clock. If every process read its own clock, the processes
         # could disagree on the step at which the checkpoint is saved.
         waited = on_main(run.engine, lambda: run.times.elapsed - self._saved_at)
-        # Compare with the shortest possible interval first, because adding up the size of a
-        # checkpoint takes time.
+        # Compare the elapsed time with the shortest possible interval first. Computing the actual
+        # interval requires the size of a checkpoint, which takes time to add up.
         if waited < save_interval(run.budget.seconds, 0.0):
             return False
         return on_main(run.engine, lambda: waited >= (run.save_interval or math.inf))
@@ -140,8 +142,8 @@ class RunCheckpoints:
 
     def _save(self) -> None:
         run, asked = self.run, self.is_asked
-        # Write the logs to disk first, because resuming requires their lines up to the checkpoint's
-        # step.
+        # Write the logs to disk first. A run can only be resumed if the logs contain all lines up
+        # to the checkpoint's step.
         run.logs.sync()
         run.save_stall_seconds = self.saver.save(run.state.step, lambda: captured(run))
         run.saved_step, run.unsaved = run.state.step, False
@@ -171,7 +173,7 @@ class RunCheckpoints:
         the data of the dropped steps.
 
         Args:
-            error: the divergence.
+            error: the error that reports the divergence.
 
         Raises:
             DivergedError: `guard.on_divergence` is "stop", `max_rollbacks` is reached, or there is
@@ -187,8 +189,8 @@ class RunCheckpoints:
         run.require_folder()
         run.take_up(load_checkpoint(folder, verify=False))
         self.saver.saved_step = run.saved_step
-        # Reset the guard's count of skipped steps. With the count from the checkpoint, the next
-        # attempt could fail at its first bad step.
+        # Reset the number of consecutive skipped steps. If the number from the checkpoint were
+        # kept, the next attempt could fail at its first bad step.
         run.guard.skipped_in_a_row = 0
         # Keep the current data position, the micro-batch size that fits in memory, and the events.
         run.state.rows_seen = run.rows_read

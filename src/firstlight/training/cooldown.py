@@ -125,7 +125,9 @@ def _stable_schedule(folder: Path, state: Mapping[str, Any]) -> Schedule:
 
 
 def _cooldown_folder(checkpoint: Path, step: int) -> Path:
-    """Return the run folder of a cooldown: TRUNK-cooldown-STEP next to the trunk's run folder."""
+    """Return the run folder of a cooldown. It is next to the trunk's run folder and has the name
+    TRUNK-cooldown-STEP.
+    """
     is_in_run = checkpoint.parent.name == CHECKPOINTS
     trunk = checkpoint.parent.parent if is_in_run else checkpoint
     trunk = trunk if trunk.name not in ("", "..") else trunk.resolve()

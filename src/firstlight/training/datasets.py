@@ -181,6 +181,7 @@ def data_identity(recipe: ResolvedRecipe, dataset: Corpus, tokenizer: Tokenizer)
             for name, location in _locations(data)
         }
     elif data.dir is not None and is_url(data.dir):
-        # Use the URL, because the cache folder differs between machines.
+        # Identify the data by its URL, because the path of the cache folder differs between
+        # machines.
         identity["dir"] = data.dir
     return identity | dataset.identity()

@@ -36,8 +36,8 @@ from firstlight.training.guard import DivergedError
 from firstlight.training.micro_batch_trials import trial_program
 from firstlight.training.program import TrainingProgram
 
-#: Sizes of the models used for the check. The head dimension is 64, for which GPUs have fused
-#: kernels.
+#: Sizes of the models with which a device is checked. Their head dimension is 64, because GPUs have
+#: fused kernels for it.
 _SIZES: dict[str, Any] = {
     "vocab_size": 320,
     "hidden_size": 128,
@@ -75,7 +75,7 @@ def check_machine(tell: Callable[[str], None]) -> list[dict[str, Any]]:
     for name in names:
         try:
             hardware = find_hardware(name)
-        except ConfigError as error:  # The installed torch does not support this GPU.
+        except ConfigError as error:  # The installed version of torch does not support this GPU.
             unknown = {"device": name, "name": name, "precision": "", "attention": ""}
             results.append({**unknown, "problem": str(error)})
             continue
@@ -130,7 +130,7 @@ def check_device(hardware: Hardware, keys: CheckedKeys) -> dict[str, Any]:
             )
         problem = f"{name} fails in {keys.precision}: {first_line(error)}"
     result = _result(hardware, keys, problem and f"{problem}: {_advice(hardware, keys)}")
-    # If the file can't be written, the check is repeated next time.
+    # Ignore errors. If the file can't be written, the check is repeated the next time.
     with contextlib.suppress(StorageError, *_NO_CACHE):
         if problem is None:
             write_json(_passed_file(hardware, keys), result)
@@ -145,7 +145,8 @@ def _result(hardware: Hardware, keys: CheckedKeys, problem: str | None) -> dict[
     return {**device, **keys._asdict(), "problem": problem}
 
 
-#: Errors raised if the cache folder can't be read or the user has no home directory.
+#: Errors that are raised if the cache folder can't be read or the user does not have a home
+#: directory.
 _NO_CACHE = (OSError, RuntimeError)
 
 
@@ -186,7 +187,7 @@ def _wrong_operation(hardware: Hardware, keys: CheckedKeys) -> str:
 
 def _advice(hardware: Hardware, keys: CheckedKeys) -> str:
     """Return advice for a device that computes wrong values. If the device passes the check with a
-    different setting, the advice begins with that setting.
+    different setting, the advice recommends that setting first.
     """
     remedies = [] if hardware.device.type == "cpu" else ["run.device: cpu"]
     for key, value in (("attention", "blockwise"), ("attention", "plain"), ("precision", "fp32")):
@@ -334,7 +335,7 @@ class _Comparison(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """Run one operation and compare it."""
+        """Run one operation and compare its result with the fp64 result."""
         inputs = (args, kwargs or {})
         name = resolve_name(func) or getattr(func, "__name__", str(func))
         leaves = tree_flatten(inputs)[0]
@@ -353,7 +354,7 @@ class _Comparison(TorchFunctionMode):
         # compared.
         with contextlib.suppress(Exception):
             expected = func(*exact[0], **exact[1])
-            # Compare the inputs too, because the operation may have written to them.
+            # Also compare the inputs, because the operation may have written to them.
             self._compare(name, (result, inputs), (expected, exact))
             # Skip in-place operations, because running them again would modify their inputs twice.
             if not name.endswith("_") and (wanted := _tensors(expected, learns=True)):
@@ -378,8 +379,8 @@ class _Comparison(TorchFunctionMode):
 
     def _compare(self, name: str, found: Any, expected: Any) -> None:
         for pair in list(zip(_tensors(found), _tensors(expected), strict=True)):
-            # Replace NaN and infinity with 0. The result then still differs from fp64, unless the
-            # fp64 result also contains NaN or infinity in the same places.
+            # Replace NaN and infinity with 0 before computing the difference. The results then
+            # still differ, unless the fp64 result contains NaN or infinity in the same places.
             one, exact = (x.detach().cpu().double().nan_to_num(0, 0, 0) for x in pair)
             if not pair[1].is_floating_point():
                 # An integer result, such as an index, is either right or wrong.

@@ -30,9 +30,9 @@ from firstlight.run_log.names import FORECAST_NAME
 #: Keys under which the metrics of a step contain its speeds.
 _RATES = ("tokens_per_second", "learned_tokens_per_second", "samples_per_second")
 
-#: Memory that a process on a CPU uses in addition to its resident memory before the first step and
-#: the tensors created later. The measurements are listed in docs/benchmarks/planner.md. The
-#: constants are:
+#: Additional memory of a process on a CPU. It is not part of the resident memory before the first
+#: step, and does not belong to tensors that are created later. The measurements are listed in
+#: docs/benchmarks/planner.md. The constants are:
 #:
 #: - bytes of libraries that are loaded late, such as oneDNN's code and the buffers of threads
 #: - bytes used by torch's compiler
@@ -131,7 +131,7 @@ class ForecastComparison:
         self.label_share, self.seq_len = 1.0, 1
         self._hardware = hardware
         on_gpu = hardware.device.type == "cuda"
-        #: Bytes allocated on the GPU before the run starts; 0 on a CPU.
+        #: Bytes that are already allocated on the GPU before the run starts; 0 on a CPU.
         self._level = torch.cuda.memory_allocated(hardware.device) if on_gpu else 0
         self._rates: dict[str, list[float]] = {name: [] for name in _RATES}
         self._steps = 0
@@ -160,7 +160,7 @@ class ForecastComparison:
         if self.forecast is None or self._hardware.device.type == "cuda":
             return
         coming = (1 + _KEPT_SHARE) * max(self.forecast.peak_bytes - held_bytes, 0)
-        # Libraries are loaded and allocate their buffers on first use.
+        # Some libraries are loaded and allocate their buffers only when they are first used.
         libraries = _LIBRARY_BYTES + (_COMPILER_BYTES if compiles else 0)
         total = int(psutil.Process().memory_info().rss + coming + libraries + code_bytes)
         self.forecast = replace(self.forecast, process_bytes=total)
@@ -195,15 +195,15 @@ class ForecastComparison:
         # Chain the objects instead of copying them into a list, because the list would itself be
         # tracked by the garbage collector.
         for one in itertools.chain(gc.get_objects(), remembered):
-            # Skip subclasses: the plain tensors inside wrappers are counted anyway, and the
-            # planner's fake tensors do not take any memory.
+            # Skip subclasses of tensors. The plain tensors inside wrappers are counted separately,
+            # and the planner's fake tensors do not take any memory.
             if type(one) in (torch.Tensor, torch.nn.Parameter) and one.layout == torch.strided:
                 found[id(one)] = weakref.ref(one)
                 # Ignore errors, because a failed measurement must not end a run.
                 with contextlib.suppress(RuntimeError):
                     storage = one.untyped_storage()
-                    # Keyed by address, because views and tied tensors share a storage, which must
-                    # be counted only once.
+                    # Use the address as the key, because views and tied tensors share a storage,
+                    # which must be counted only once.
                     sizes[storage.data_ptr()] = storage.nbytes()
         self._tensors = list(found.values())
         return sum(sizes.values())
@@ -213,7 +213,7 @@ class ForecastComparison:
 
         Returns:
             - "peak_bytes": on a GPU, the peak size of all tensors according to torch's allocator;
-              None on a CPU, where torch does not measure it.
+              None on a CPU, for which torch does not measure this size.
             - "allocated_bytes": on a CPU, the peak size of tensors and libraries' buffers in a
               step, according to the C library's allocator; None if the allocator does not measure
               it.

@@ -197,7 +197,7 @@ class LossScaler:
             self.good_steps = 0
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the scale and counts as JSON values."""
+        """Return the scale and the step counts as JSON values."""
         return {
             "scale": self.scale,
             "good_steps": self.good_steps,

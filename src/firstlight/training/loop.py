@@ -200,7 +200,7 @@ def train(
     with (
         Stopping(recipe.run.max_minutes, shown=progress) as stopping,
         run_processes(recipe) as (hardware, engine),
-        ForecastComparison(hardware) as comparison,  # Create this before the run allocates memory.
+        ForecastComparison(hardware) as comparison,  # Created before the run allocates memory.
         set_up(
             recipe,
             resume,
@@ -299,7 +299,7 @@ def training_loop(
                 raise
             run.unreadable = run.stopped_by = str(error)
             break
-        # Write the logs before the checkpoint, so that they contain its step.
+        # Write the logs before the checkpoint, so that they include the step of the checkpoint.
         record = run.write_record()
         try:
             show(record)
@@ -344,7 +344,9 @@ class RunAhead:
         )
 
     def begin(self) -> bool:
-        """Run the passes of the next step if possible. Return True if they were run."""
+        """Run the forward and backward passes of the next step if this is possible. Return True if
+        they were run.
+        """
         run, program = self._run, self._run.program
         if not self._is_possible or self._is_followed():
             return False
@@ -424,7 +426,7 @@ def _frozen_objects() -> Iterator[Callable[[], None]]:
     def freeze() -> None:
         nonlocal is_frozen
         if not is_callers and not is_frozen:
-            gc.collect()  # Collect garbage first, so that it is not frozen.
+            gc.collect()  # Collect garbage first, because frozen garbage would never be freed.
             gc.freeze()
             is_frozen = True
 
@@ -448,12 +450,12 @@ def _watched(
     """
     efficiency, model = run.recipe.efficiency, run.recipe.model
     record_compiling = compile_time_recorder(efficiency, run.program.hardware, model)
-    # Checked here, because the run's own threads keep the cores busy later.
+    # Check this before the run's own threads keep the cores busy.
     is_busy = cores_are_busy()
 
     def watch(record: Mapping[str, Any]) -> None:
         if not record["step"]:
-            return  # The evaluation before the first step has no step metrics.
+            return  # The evaluation before the first step is not a step.
         run.bar.step(record)
         comparison.add(record)
         if run.times.settled_steps == 1 and run.engine.is_main and not is_busy:
@@ -481,7 +483,8 @@ def _result(
         if problem is not None:
             raise DataError(f"{problem} (saved at step {run.state.step})")
     wait_for_main(run.engine, run.require_folder)
-    # Measure the memory before drawing the report, because plotting libraries would add to it.
+    # Measure the memory before drawing the report, because the plotting libraries would increase
+    # it.
     measured = comparison.write(run.folder) if run.engine.is_main else None
     run.trackers.give_checkpoint(checkpoint_folder(run.folder, run.saved_step))
     elapsed = run.times.elapsed

@@ -68,7 +68,8 @@ def largest_micro_batch(
             f"{processes} processes: set it to a multiple of {processes} x {recipe.data.seq_len} "
             "tokens"
         )
-    # The trial runs in one process, with that process's share of the batch.
+    # The trial runs in a single process. Its recipe contains only the part of the batch that one
+    # process of the run computes.
     tokens = total * recipe.data.seq_len
     # If the global batch grows during the run, the micro-batch size must also divide the smaller
     # global batches at the start.
@@ -102,8 +103,8 @@ def cuts(total: int) -> Iterator[int]:
 
 
 def fewer_rows(rows: int) -> int:
-    """Return the next smaller micro-batch size: the largest divisor of `rows` that is at most half
-    as large, or 0 if there is none.
+    """Return the next smaller micro-batch size. This is the largest divisor of `rows` that is at
+    most half of `rows`, or 0 if there is none.
     """
     return next(itertools.islice(cuts(rows), 1, None), 0)
 
@@ -184,14 +185,15 @@ def try_step(recipe: ResolvedRecipe, hardware: Hardware) -> Trial:
     on_gpu = hardware.device.type == "cuda"
     level = 0 if on_gpu else psutil.Process().memory_info().rss
     program, batch = trial_program(recipe, hardware)
-    # If a step has several micro-batches, run two of them: the gradients of the first are in memory
-    # while the second is processed.
+    # If a step has several micro-batches, run two of them, because the gradients of the first
+    # micro-batch are in memory while the second one is processed.
     count = min(2, recipe.batch.accumulation(recipe.data.seq_len))
     seconds = 0.0
     for _ in range(2):
         synchronize(hardware.device)
         start = time.perf_counter()
-        # An update with a learning rate of 0 takes as much memory and time as any other.
+        # Use a learning rate of 0. Such an update takes as much memory and time as any other
+        # update.
         program.step([batch] * count, lr_scale=0.0)
         synchronize(hardware.device)
         seconds = time.perf_counter() - start

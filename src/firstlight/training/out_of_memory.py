@@ -87,10 +87,10 @@ def _continue_uncompiled(run: Run, error: Exception) -> None:
         TrainingError: the user chose to compile, or the step can't be repeated.
     """
     problem = _short(str(error).split("\n\n")[0])  # Omit torch's advice.
-    # The step can't be repeated, because other processes may be waiting for the gradients of this
-    # process.
+    # With several processes, the step can't be repeated, because the other processes may be waiting
+    # for the gradients of this process.
     can_repeat = run.engine.world.size == 1 and not run.program.optimizer.in_backward
-    # A compiled update may have been partly applied.
+    # If the optimizer update is compiled, it may have been partly applied before the error.
     can_repeat = can_repeat and not compiles_update(run.recipe.optimizer)
     if not (run.chose_compiling and can_repeat):
         raise TrainingError(

@@ -69,7 +69,7 @@ def answer_log_probs(
         ignore_index=IGNORE_INDEX,
         reduction="none",
     ).view_as(labels_BT)
-    # scatter_add is not used, because its order of additions varies between runs on a GPU.
+    # Do not use scatter_add, because its order of additions varies between runs on a GPU.
     numbers_D1 = torch.arange(documents, device=labels_BT.device)[:, None]
     own_BDT = document_ids_BT[:, None] == numbers_D1
     return -torch.where(own_BDT, losses_BT[:, None], 0).sum(-1)
@@ -100,7 +100,7 @@ def pair_losses(margins: Tensor, label_smoothing: float = 0.0) -> Tensor:
         margins: reward of the chosen answer minus the reward of the rejected one; any shape.
         label_smoothing: label-smoothing coefficient; see `PreferenceConfig`.
     """
-    # log(sigmoid(x)) is not used, because it is -inf for large negative margins.
+    # Use logsigmoid, because log(sigmoid(x)) is -inf for large negative margins.
     right = -F.logsigmoid(margins)
     if not label_smoothing:
         return right
@@ -121,14 +121,14 @@ class PreferenceObjective:
     def __init__(self, config: PreferenceConfig) -> None:
         self.config = config
         self.log_probs: Callable[..., Tensor] = answer_log_probs
-        #: Sums since the last call to `take`, of shape [4]: rewards of the chosen answers, rewards
-        #: of the rejected answers, number of pairs in which the chosen answer has the larger
-        #: reward, number of pairs.
+        #: Sums since the last call to `take`, as a tensor of shape [4]. Its elements are the
+        #: rewards of the chosen answers, the rewards of the rejected answers, the number of pairs
+        #: in which the chosen answer has the larger reward, and the number of pairs.
         self._sums: Tensor | None = None
 
     def __call__(self, forward: Callable[..., Tensor]) -> LossFunction:
-        """Return a loss function that computes the sum of the losses over a batch's pairs, a
-        scalar.
+        """Return a loss function that computes a scalar, which is the sum of the losses of all
+        pairs in a batch.
 
         Args:
             forward: function that maps (input_ids, None, document_ids) to logits.
@@ -190,8 +190,8 @@ class PreferenceObjective:
         self._sums = None
 
 
-#: Version of the cache files, which is part of KEY. Increase the version if the content for a given
-#: key changes. `_MAX_BYTES` is the maximum size of a file that is read.
+#: Version of the format of the cache files. It is part of KEY, and must be increased if the content
+#: for a given key changes. `_MAX_BYTES` is the maximum size of a file that is read.
 _VERSION = 1
 _MAX_BYTES = 1 << 32
 
@@ -311,8 +311,9 @@ def _place(
         "pairs": [manifest_digest(dataset.manifest), dataset.split],
         "rows": [recipe.data.seq_len, dataset.long],
         "model": identity,
-        # Results with a different precision or on a different device are rounded differently. This
-        # matters because rewards are small differences between log-probabilities.
+        # Include the precision and the device in the key, because they affect how results are
+        # rounded. The rounding matters because rewards are small differences between
+        # log-probabilities.
         "computed": [recipe.efficiency.precision, hardware.device.type],
     }
     key = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:32]

@@ -80,7 +80,8 @@ def _join_others(recipe: Recipe, world: World) -> Iterator[Hardware]:
         # Set the device before creating the process group, because NCCL uses the current device,
         # which is the first GPU by default.
         torch.cuda.set_device(device)
-    # Processes with different recipes would wait for each other in different collective operations.
+    # Check that all processes have the same recipe. Otherwise, they would wait for each other in
+    # different collective operations.
     text = json.dumps(recipe.model_dump(), sort_keys=True)
     with process_group(
         world,
@@ -187,7 +188,9 @@ class Stopping:
 
     @property
     def reason(self) -> str | None:
-        """Reason to stop: a signal's name or "max_minutes", or None."""
+        """Reason to stop, which is the name of a signal or "max_minutes", or None if there is no
+        reason.
+        """
         if self.signal is not None:
             return self.signal
         late = self._deadline is not None and time.monotonic() >= self._deadline
@@ -219,7 +222,7 @@ class Stopping:
         if self.signal is None:
             self.signal = name
             if self._shown:
-                # print is not used, because Python's streams do not allow re-entrant writes.
+                # Do not use print, because Python's streams do not allow re-entrant writes.
                 try:
                     os.write(2, b"\nfinishing the step and saving; once more to stop at once\n")
                 except OSError:  # The terminal was closed.

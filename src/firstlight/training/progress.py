@@ -37,7 +37,8 @@ from firstlight.report.summary import MOSTLY_LEARNED, memory_kind
 #: allocate memory and compile.
 _SLOW_STEPS = 2
 
-#: Maximum height in rows of the loss curve, of the sample text with its prompt, and of the figures.
+#: Maximum heights in rows of the loss curve, of the sample text with its prompt, and of the lines
+#: with figures.
 _CURVE_ROWS = 8
 _SAMPLE_ROWS = 4
 _FIGURE_ROWS = 2
@@ -202,12 +203,12 @@ class RunProgress:
         now = self._clock()
         self._done += 1
         if self._done > _SLOW_STEPS + 1:
-            # The time since the last step includes evaluations and saves, because more of them will
-            # follow.
+            # Measure the time since the last step, including evaluations and saves, because more
+            # evaluations and saves will follow.
             seconds = now - self._last_at
-            # Step n has weight n in the mean, so the mean adapts to a machine that slows down. A
-            # mean over only the last few steps would jump at each evaluation, which can take as
-            # long as many steps.
+            # Give step n a weight of n in the mean, so that the mean adapts to a machine that slows
+            # down. A mean over only the last few steps would jump at each evaluation, which can
+            # take as long as many steps.
             weight = 2 / (self._done - _SLOW_STEPS)
             self._mean_seconds += weight * (seconds - self._mean_seconds)
         self._last_at, self._record = now, record
@@ -237,7 +238,7 @@ class RunProgress:
         by_steps = 0.0 if last is None else min(float(self._record["step"]) / max(last, 1), 1.0)
         if self._budget_left is None or self._max_minutes is None:
             return by_steps
-        # Never return a smaller fraction than before: deciding the number of steps can only lower
+        # Never return a smaller fraction than before. Deciding the number of steps can only lower
         # the step limit, but a later correction may raise it.
         by_time = 1 - self._budget_left / (60 * self._max_minutes)
         return max(by_steps, by_time, self._most_share)
@@ -283,7 +284,7 @@ class RunProgress:
 
     @property
     def line(self) -> str:
-        """Metrics of the last step in one line, for a log."""
+        """Metrics of the last step as one line of a log."""
         record, seconds = self._record, self.seconds_left
         left = ""
         if seconds is not None and not self.is_done:
@@ -383,8 +384,8 @@ class RunProgress:
 
 
 def _bar(left: str, share: float, right: str, columns: int) -> str:
-    """Return a line with a progress bar in the middle. The bar is omitted if there is not enough
-    room.
+    """Return a line that contains a progress bar between two strings. The bar is omitted if the
+    line is too short for it.
     """
     text = f"{left}  {share:4.0%}  "
     room = columns - 1 - len(text) - len(right) - 2
@@ -439,7 +440,8 @@ def _rates(record: Mapping[str, Any]) -> str:
     return text if samples is None else f"{text}  {rounded(samples)} samples/s"
 
 
-#: Seconds before the first line of a log, and between subsequent lines.
+#: Seconds from the start until the first line of a log is written, and seconds between subsequent
+#: lines.
 _SECONDS_TO_FIRST_LINE, _SECONDS_BETWEEN_LINES = 10.0, 60.0
 #: Frames per second of the live view.
 _FRAMES_PER_SECOND = 2.0
@@ -533,7 +535,8 @@ def sample_line(prompt: str, text: str, width: int) -> str:
     end = " ".join(prompt.split())
     if len(end) > most:
         end = end[-most:]
-        # Begin at a word if there is a space in the first half.
+        # If there is a space in the first half of the truncated prompt, begin after it, at the
+        # start of a word.
         first, space, rest = end.partition(" ")
         end = f"…{rest if space and 2 * len(first) < most else end}"
     return shortened(f"{end!r} -> {' '.join(text.split())!r}", width, at_space=True)

@@ -41,8 +41,8 @@ _STATE_KEYS: Sequence[str] = ("name", "eight_bit_library", "embeddings_in_32_bit
 #: Values that are assumed for keys that a checkpoint of an older version does not contain.
 _BEFORE_THE_KEY = {"embeddings_in_32_bits": False, "adafactor_variant": "torch"}
 
-#: Entries of the data's identity that must not change, mapped to the values assumed if they are
-#: absent.
+#: Entries in the identity of the data that must not change when a run is resumed. Each entry is
+#: mapped to the value that is assumed if it is absent.
 _KEPT_OF_DATA = {
     **dict.fromkeys(("seq_len", "mix", "long", "manifest_sha256", "tokenizer_sha256")),
     "row_alignment": "stream",
@@ -101,7 +101,7 @@ def take_up(run: Run, folder: Path) -> None:
         for section, values in now.items()
         if isinstance(values, dict) and isinstance(before.get(section), dict)
         for key in changed_keys(before[section], values)
-        # Keys that are missing from a checkpoint of an older version are not reported.
+        # Do not report keys that are missing from a checkpoint of an older version.
         if key != "dir" and key in before[section] and not (is_branch and section == "schedule")
     ]
     if changed:
@@ -147,7 +147,7 @@ def _rate_jump(run: Run, before: Mapping[str, Any], saved: Mapping[str, Any]) ->
         known = None if length is None else length_of(length)
         old = resolve_schedule(config, peak, rows, run.batch, seq_len=seq_len, length=known)
     except (KeyError, TypeError, ValidationError, ConfigError):
-        return None  # The checkpoint is from an older version or has a different batch size.
+        return None  # It was written by an older version or with a different batch size.
     was = peak * old.lr_scale(step)
     now = run.recipe.optimizer.learning_rate * run.schedule.lr_scale(step)
     if abs(now - was) <= _SAME_RATE * max(now, was):
@@ -296,7 +296,7 @@ def shared_newest(
         newest = _newest_checkpoint(run_folder, resume, branch_from, tell)
         if newest is None:
             return None
-        # A trunk that is still running may have deleted the checkpoint.
+        # The run that saved the checkpoint may still be active and may have deleted the checkpoint.
         require_kept(newest)
         return str(newest)
 

@@ -333,7 +333,7 @@ class Run:
             return
         self.take_length()
         if not is_open and abs(steps - before) < _SMALL_CORRECTION * before:
-            return  # Small corrections are recorded only in length.json.
+            return  # Do not report small corrections, which are only recorded in length.json.
         words = f" instead of {before:,}, to end in time"
         if is_open:
             words = f": {self.schedule.in_words(self.recipe.optimizer.learning_rate)}"
@@ -364,7 +364,7 @@ class Run:
         if evaluation.samples_at == "evaluation":
             seconds += samples
         save, last_save = self.save_seconds
-        # If the best checkpoint is kept, a save may follow an evaluation.
+        # If the best checkpoint is kept, an evaluation may be followed by a save.
         keeps_best = self.validation is not None and checkpoint.keep_best and checkpoint.every_steps
         # The last evaluation and save have separate durations: the last evaluation is not followed
         # by an extra save of the best checkpoint, and the run waits until the last save is on disk.
@@ -397,7 +397,7 @@ class Run:
     @property
     def save_seconds(self) -> tuple[float, float]:
         """Seconds for which training waits for a regular save and for the save after the last step.
-        Both are based on the last save, or estimated if there was none.
+        The two durations are based on the last save, or estimated if there was none.
         """
         if "save" in self.times.seconds:
             save = self.times.seconds["save"]
@@ -503,7 +503,7 @@ class Run:
         the step belongs to the part of the warm-up in which gradients are not clipped. Return the
         step's learning rate as a fraction of the peak.
         """
-        # The schedule counts steps from 0, but the metrics count them from 1.
+        # The learning-rate schedule counts steps from 0, but the metrics count them from 1.
         lr_scale = self.schedule.lr_scale(self.state.step)
         config, optimizer = self.recipe.optimizer, self.program.optimizer
         is_warm = self.state.step >= self.schedule.warmup_steps or not config.clip_after_warmup
@@ -582,8 +582,8 @@ class Run:
             "memory_bytes": peak_memory_bytes(hardware.device),
             **self._gpu.read(),
             "seconds": seconds,
-            # Reading may have taken longer than the step if the data was read during the previous
-            # step.
+            # If the data was read during the previous step, reading may have taken longer than the
+            # step itself.
             "data_wait_seconds": 0.0 if self._read is None else min(self._read.seconds, seconds),
             "save_stall_seconds": self.save_stall_seconds,
             "skipped_steps": state.skipped_steps,
@@ -601,7 +601,7 @@ class Run:
         """
         record = self.state.pending
         assert record is not None
-        # Another run may have replaced this folder.
+        # Check the folder first, because another run may have replaced it.
         self.require_folder()
         if self.budget is not None:
             record["elapsed_seconds"] = self.budget.seconds_used
@@ -617,7 +617,7 @@ class Run:
     def add_event(self, event: str, step: int, **details: Any) -> None:
         """Add a line to the run's events."""
         self.require_folder()
-        # Events are part of the state and of each checkpoint, from which a resumed run restores the
-        # file.
+        # Events are part of the state, which is saved in each checkpoint. A resumed run restores
+        # events.jsonl from the checkpoint.
         self.state.events.append({"step": step, "event": event, **details})
         self.logs.write_events(self.state.events)

@@ -132,7 +132,8 @@ def set_up(
     with held(folder) if engine.is_main else contextlib.nullcontext() as held_folder:
         branch = None if branch_from is None else Path(branch_from)
         newest = shared_newest(engine, folder, resume, branch, tell=tell)
-        # A trunk that is still running may delete the checkpoint from which this run branches off.
+        # If the other run is still active, it may delete the checkpoint from which this run
+        # branches off.
         trunk = branch if newest == branch else None
         with contextlib.nullcontext() if trunk is None else reading_checkpoint(trunk):
             goes_on = resume or newest is not None
@@ -360,7 +361,7 @@ def _require_fitting_prompts(
         if answered and prompt.strip():
             message = {"role": "user", "content": prompt}
             count = len(tokenizer.encode_chat([message], add_generation_prompt=True))
-            # In a conversation, these tokens are reserved for the answer; see
+            # In a conversation, this number of tokens is reserved for the answer; see
             # `ChatSession.answer_room`.
             limit -= min(recipe.evaluation.sample_tokens, max(context // 4, 1)) - 1
         if count >= limit:
@@ -467,8 +468,9 @@ def _make_progress(run: Run) -> RunProgress:
 
 
 def _make_folder_ready(run: Run) -> None:
-    """Prepare the run folder: claim the folder, delete temporary files left by a killed run, copy
-    the checkpoint from which the run branches off, and write the recipe and the run's length.
+    """Prepare the run folder. The function claims the folder for the run, deletes temporary files
+    left by a killed run, copies the checkpoint from which the run branches off, and writes the
+    recipe and the run's length.
     """
     run_id = None
     if run.held is not None:
@@ -711,7 +713,7 @@ def _describe_start(run: Run) -> Iterator[str]:
 
 def _machine(hardware: Hardware) -> dict[str, Any]:
     """Return the hardware and software versions as JSON values."""
-    # platform.platform() is not used, because it starts a subprocess.
+    # Do not use platform.platform(), because it starts a subprocess.
     system = os.uname()
     return {
         "device": str(hardware.device),

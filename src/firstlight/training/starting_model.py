@@ -117,7 +117,7 @@ def contradictions(recipe: Recipe, config: ModelConfig) -> list[str]:
     if not given <= _POSITION_KEYS | {"model_type"}:
         given |= {"model_type"}
     elif recipe.model.model_type == DEFAULT_FAMILY:
-        # If the recipe sets only position keys, it does not specify a family.
+        # A recipe that sets only position keys does not specify a model family.
         given -= {"model_type"}
     return [f"model.{name}" for name in found if name in given]
 
@@ -263,7 +263,8 @@ def first_model(
             recipe, tokenizer, folder, init_from, new_rows=new_rows, pairs=pairs, tell=tell
         )
         identity, base = None, None
-        # Compute the hash here, so that it matches the files that were read.
+        # Compute the hash immediately after reading the weights, so that it matches the files that
+        # were read.
         if pairs:
             identity = ModelIdentity(base_name(init_from, folder), base_identity(folder))
         if recipe.lora is not None:
@@ -415,8 +416,8 @@ def attach(
 
 
 def _new_config(recipe: Recipe, tokenizer: Tokenizer, engine: Engine) -> ModelConfig:
-    """Return the config of a new model: the recipe's `model` section with the tokenizer's
-    vocabulary size.
+    """Return the config of a new model. It is the recipe's `model` section with the vocabulary size
+    of the tokenizer.
 
     Raises:
         ConfigError: the section is missing, or the model does not fit in memory.
@@ -586,8 +587,8 @@ def _starting_model(
 def _continued(
     lora: LoraConfig, adapter: Adapter, init_from: str | Path, tell: Callable[[str], None]
 ) -> LoraConfig:
-    """Return the `lora` section for training an adapter further: the adapter's settings, with the
-    recipe's dropout and quantization.
+    """Return the `lora` section with which an existing adapter is trained further. It contains the
+    adapter's settings, with dropout and quantization from the recipe.
 
     Raises:
         ConfigError: the adapter's files replace an embedding or head of the base model that is not

@@ -176,7 +176,8 @@ def restore_python_random_states(words: Mapping[str, Tensor], rest: Mapping[str,
         np.random.set_state(("MT19937", keys.numpy().astype(np.uint32), *legacy))
 
 
-#: Largest count in a valid trainer state, up to which floats represent every integer exactly.
+#: Largest count that a valid trainer state can contain. A float can represent every integer up to
+#: this count.
 _MOST_COUNTED = 2**53
 #: Numeric keys that the metrics of every step contain in all versions.
 _RECORDED = ("learning_rate", "tokens_per_second", "memory_bytes")

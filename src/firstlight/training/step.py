@@ -1,4 +1,4 @@
-"""A single optimizer step for any loss function, optimizer and number of micro-batches."""
+"""Run a single optimizer step with any loss function, optimizer and number of micro-batches."""
 
 from __future__ import annotations
 
@@ -162,7 +162,7 @@ def run_passes(
     scale = 1.0 if scaler is None else scaler.scale
     optimizer.zero_grad()
     try:
-        # A pipeline schedules the passes of its stages itself.
+        # An engine for pipeline parallelism schedules the passes of its stages itself.
         total = engine.run_schedule(loss_sum, batches, terms / scale)
         for number, batch in enumerate(batches if total is None else [], start=1):
             # Gradients are reduced across processes only in the last backward pass.
@@ -203,7 +203,8 @@ def _update(
     # The sum of the absolute values is infinite or NaN if either value is not finite, so a single
     # comparison covers all cases.
     finite = abs(result.loss) + abs(result.grad_norm) < math.inf
-    # The loss scale causes overflows of scaled gradients, so they are not passed to the guard.
+    # Do not pass a step whose scaled gradients overflow to the guard, because the loss scale causes
+    # such overflows.
     if scaler is not None and not finite:
         accepted = False
     else:

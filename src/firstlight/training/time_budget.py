@@ -58,13 +58,13 @@ WRITTEN_PER_SECOND = 150e6
 #: sequence, which includes copying the weights.
 PROBE_TOKENS = (1, 9)
 
-#: The duration of the first checkpoint is predicted from writing a file of this size, in bytes.
+#: Size in bytes of a file that is written in order to predict how long the first checkpoint takes.
 PROBE_BYTES = 1 << 26
 
 
 def sampled_token_seconds(token_seconds: float) -> float:
-    """Estimate the seconds per generated token, before any text has been generated. Generating a
-    token requires reading all weights.
+    """Estimate how many seconds it takes to generate a token, before any text has been generated.
+    Generating a token requires reading all weights.
 
     Args:
         token_seconds: seconds per token in a training step.
@@ -378,7 +378,7 @@ class TimeBudget:
 
     @property
     def record(self) -> dict[str, Any]:
-        """Length of the run as JSON values."""
+        """Contents of length.json, as JSON values."""
         length = self.length
         record: dict[str, Any] = {
             "max_minutes": self._config.max_minutes,
@@ -525,7 +525,7 @@ def recorded_length(run_folder: Path, saved: Mapping[str, Any]) -> dict[str, Any
     # A run that began without a time budget did not record elapsed_seconds. In this case, use the
     # total duration of its steps.
     steps_took = 0.0
-    # Errors in the file are reported when the logs are opened.
+    # Ignore errors in the log here. They are reported when the logs are opened.
     lines, _ = sound_json_lines(run_folder / METRICS_NAME)
     for line in lines:
         steps_took += _seconds(line.get("seconds"))

@@ -513,7 +513,7 @@ class _TrackerThread(threading.Thread):
                 is_over = self.run_is_over.wait(_SECONDS_BETWEEN)
                 steps = follower.new()
                 if tracker.is_mirror and steps and steps[0][0]["step"] <= begun:
-                    # The logs have been rewritten, because the run rolled back to a checkpoint.
+                    # The run has rolled back to a checkpoint and has therefore rewritten the logs.
                     tracker.open(run_id, folder, self._config)
                     begun = -1
                 for part in _parts(steps, begun):
@@ -627,7 +627,7 @@ class Trackers:
                 self._tell(f"warning: {thread.name} has failed: {thread.error} ({_has(thread)})")
 
     def _wait(self) -> None:
-        """Wait for the trackers to finish, and abandon those that take too long."""
+        """Wait for the trackers to finish, and abandon trackers that take too long."""
         with_checkpoint = any(thread.checkpoint is not None for thread in self._threads)
         limit = _SECONDS_WITH_CHECKPOINT if with_checkpoint else _SECONDS
         began = time.monotonic()

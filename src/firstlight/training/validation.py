@@ -219,7 +219,7 @@ def _score(run: Run, check: Callable[[], None]) -> None:
 
 
 def _record(run: Run) -> dict[str, Any]:
-    """Return the step's metrics, to which the evaluations add their results."""
+    """Return the metrics of the current step, to which the evaluations add their results."""
     assert run.state.pending is not None
     return run.state.pending
 
