@@ -38,8 +38,8 @@ Axis = Literal["step", "tokens", "hours"]
 
 #: Maximum size of a log file in bytes, which is enough for about ten million steps.
 MAX_LOG_BYTES = 1 << 32
-#: Number of lines that are converted to arrays at a time. It is small enough for the parsed lines
-#: to take only a few MB of memory.
+#: Number of lines that are parsed before they are converted to arrays. The parsed lines take only a
+#: few MB of memory.
 _LINES = 4096
 #: Maximum absolute value of a metric. Calculations with larger values could overflow.
 _GREATEST = 1e100
@@ -93,7 +93,8 @@ class Metrics:
 
         Args:
             key: key of the metric.
-            axis: quantity on the x axis: "step", "tokens" (tokens seen) or "hours" (of training).
+            axis: quantity on the x axis, which is "step", "tokens" (the number of tokens seen) or
+                "hours" (the hours of training).
         """
         if key not in self.columns:
             return Series(np.empty(0), np.empty(0))
@@ -314,7 +315,9 @@ _DESCRIBED_BY: Mapping[str, Mapping[str, tuple[type, ...]]] = {
 
 
 def _lacking(event: Mapping[str, Any]) -> str | None:
-    """Return the name of the first value in `_DESCRIBED_BY` that an event lacks, or None."""
+    """Return the name of the first value that an event lacks and that is required to describe it,
+    or None if all required values are present.
+    """
     kinds = _DESCRIBED_BY.get(event["event"], {})
     return next((key for key, kind in kinds.items() if type(event.get(key)) not in kind), None)
 
@@ -434,7 +437,8 @@ def _read_lines(path: Path, *texts: str) -> list[dict[str, Any]]:
 
 
 def last_start(run_folder: Path) -> dict[str, Any]:
-    """Return the record of the last start or resumption of a run, or {} if there is none.
+    """Return the object that describes the last time a run was started or resumed, or {} if there
+    is none.
 
     Raises:
         CheckpointError: see `read_json_lines`.
@@ -484,10 +488,11 @@ def _read_recipe(path: Path) -> tuple[Mapping[str, Any], str]:
 
 # Functions for runs with a time budget.
 
-#: Maximum number in the file. A float can represent every integer up to this number.
+#: Maximum number that length.json can contain. A float can represent every integer up to this
+#: number.
 _MOST_STEPS = 2**53
 
-#: Keys of the file, with the accepted types and the minimum value of each.
+#: Keys of length.json, with the accepted types and the minimum value of each key.
 _LENGTH_KEYS: Sequence[tuple[str, tuple[type, ...], int]] = (
     ("max_minutes", (int, float), 0),
     ("predicted_steps", (int,), 1),
@@ -604,8 +609,8 @@ class LineFollower:
             self._file = None
 
     def _reopen(self) -> bool:
-        """Open the file that is currently at the path. Return True if it is not the file that was
-        previously open.
+        """Open the file that is currently at the path. Return True if it has replaced the file that
+        was previously open.
         """
         try:
             now = os.stat(self._path)

@@ -45,8 +45,8 @@ _DERIVED = (
 
 
 def clear_file_names(folder: Path) -> Iterator[str]:
-    """Rename all folders, pipes and devices in a run folder whose names are needed for the files of
-    the run.
+    """Rename folders, pipes and devices in a run folder if they have names that the run needs for
+    its own files.
 
     Yields:
         A warning for each renamed path.
@@ -164,7 +164,8 @@ def _rising(steps: Sequence[int], *, several: bool) -> list[int]:
     places: list[int] = []
     before: list[int] = []
     for place, step in enumerate(steps):
-        # Find the longest subsequence that this step can continue. `ends` is sorted.
+        # Find the longest subsequence to which this step can be appended. `ends` is sorted, so
+        # bisection finds it.
         length = find(ends, step)
         before.append(places[length - 1] if length else -1)
         # If a step has two lines, keep the first line, because the second line was added to the
@@ -276,7 +277,7 @@ class RunLogs:
     def _say_damage(
         self, name: str, steps: Sequence[int], problem: str | None, last_step: int
     ) -> None:
-        """Report damaged lines, and steps without metrics."""
+        """Report damaged lines and steps that do not have metrics."""
         if problem is not None:
             self._tell(f"warning: {problem}; the run continues without the damaged lines")
         if name != METRICS_NAME:
