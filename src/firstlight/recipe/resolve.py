@@ -50,7 +50,7 @@ USUAL_MFU = 0.4
 #: long.
 _LONG_SECONDS = 1e6
 
-#: Minimum time per step and layer that launching kernels takes on a GPU, in seconds.
+#: Minimum time in seconds that a GPU needs per step and layer for launching kernels.
 _LAUNCH_SECONDS = 2e-3
 
 #: Minimum vocabulary size for which computing the loss in chunks saves a lot of memory.
@@ -61,7 +61,7 @@ _LARGE_VOCABULARY = 16384
 #: the schedule.
 _LENGTHS = frozenset(("max_steps", "epochs", "max_minutes"))
 
-#: Values to which the precision "auto" can be resolved.
+#: Precisions that can replace "auto" when a recipe is resolved.
 AutoPrecision = Literal["bf16", "fp16", "fp32"]
 
 
@@ -190,9 +190,9 @@ def require_fitting_data(recipe: Recipe, kind: Kind, *, from_weights: bool) -> N
         from_weights: True if the run starts from an existing model or a checkpoint.
 
     Raises:
-        ConfigError: document masking is disabled for conversations or preference pairs; the recipe
-            has a `preference` section, but the data does not consist of preference pairs; or the
-            data consists of preference pairs, but the run starts from random weights.
+        ConfigError: document masking is disabled although the data consists of conversations or
+            preference pairs. Also raised if the recipe has a `preference` section for data without
+            preference pairs, or if a run on preference pairs starts from random weights.
     """
     is_off = "document_masking" in recipe.data.model_fields_set and not recipe.data.document_masking
     if kind in ("chat", "preference") and is_off:
@@ -212,11 +212,10 @@ def require_fitting_data(recipe: Recipe, kind: Kind, *, from_weights: bool) -> N
 def resolve(
     recipe: Recipe, facts: Facts, tell: Callable[[str], None] = lambda _: None
 ) -> ResolvedRecipe:
-    """Return the recipe with every open key resolved.
-
-    A resumed run must continue with the same choices. Choices that depend on the machine or on a
-    measurement could turn out differently the second time, so the choices of the earlier run
-    (`facts.earlier`) take precedence.
+    """Set every open key of a recipe (null or "auto"), and return the resolved recipe. A resumed
+    run must continue with the same choices. Choices that depend on the machine or on a measurement
+    could turn out differently the second time, so the choices of the earlier run (`facts.earlier`)
+    take precedence.
 
     Args:
         recipe: the recipe as written by the user.
@@ -258,7 +257,7 @@ def resolve(
             "efficiency": dict(efficiency),
             "optimizer": _resolve_optimizer(optimizer, facts.earlier.get("optimizer", {}), tell),
             "schedule": _resolve_curve(known.schedule, facts.earlier.get("schedule", {})),
-            # The size 1 is a placeholder until trials determine the actual size.
+            # Use a micro-batch size of 1 as a placeholder until trials determine the actual size.
             "batch": {**dict(batch), **({"micro_batch_size": 1} if is_tried else {})},
         }
     )
@@ -329,8 +328,9 @@ def attention_backend(
 def _resolve_efficiency(
     recipe: Recipe, model: ModelConfig, seq_len: int, facts: Facts
 ) -> EfficiencyConfig:
-    """Return the `efficiency` section with `precision`, `compile`, `loss_chunk_tokens` and
-    `attention` resolved."""
+    """Return the `efficiency` section after resolving `precision`, `compile`, `loss_chunk_tokens`
+    and `attention`.
+    """
     config, earlier = recipe.efficiency, facts.earlier.get("efficiency", {})
     chosen: dict[str, Any] = {}
     if config.precision == "auto":
@@ -357,8 +357,8 @@ def _resolve_efficiency(
     config = config.model_copy(update=chosen)
     if config.attention != "auto":
         return config
-    # Keep the backend of the earlier run only if precision and compilation are the same and this
-    # device supports the backend.
+    # Keep the attention backend of the earlier run only if the precision and the compilation mode
+    # have not changed and this device supports the backend.
     same = all(earlier.get(key) == getattr(config, key) for key in ("precision", "compile"))
     kept = earlier.get("attention") if same else None
     if kept == "auto" or kept in (("blockwise",) if facts.device == "cuda" else GPU_BACKENDS):
@@ -368,8 +368,9 @@ def _resolve_efficiency(
 
 
 def _resolve_curve(config: ScheduleConfig, earlier: Mapping[str, Any]) -> ScheduleConfig:
-    """Return the `schedule` section with `decay_starts_at_peak` set if the decay would otherwise
-    end with a step whose learning rate is 0, which would not train anything."""
+    """Return the `schedule` section. If the decay would end with a step whose learning rate is 0,
+    which would not train anything, set `decay_starts_at_peak` to avoid this.
+    """
     falls = KINDS_OF_KEYS["decay_starts_at_peak"]
     if config.decay_starts_at_peak is not None or config.kind not in falls:
         return config
@@ -390,8 +391,9 @@ def _ends_at_zero(schedule: Mapping[str, Any]) -> bool:
 def _resolve_optimizer(
     config: OptimizerConfig, earlier: Mapping[str, Any], tell: Callable[[str], None]
 ) -> OptimizerConfig:
-    """Return the `optimizer` section with the 8-bit library, the precision of the embeddings' state
-    and the Adafactor variant resolved."""
+    """Return the `optimizer` section after resolving the 8-bit library, the precision of the
+    embeddings' optimizer state and the Adafactor variant.
+    """
     chosen: dict[str, Any] = {}
     has_choice = "embeddings_in_32_bits" in OPTIMIZERS[config.name].options
     if has_choice and config.embeddings_in_32_bits is None:
@@ -403,8 +405,8 @@ def _resolve_optimizer(
         library = earlier.get("eight_bit_library", "auto")
         chosen["eight_bit_library"] = installed_library(library) if library == "auto" else library
     if config.name == "adafactor" and config.adafactor_variant == "auto":
-        # Recipes of older versions do not have this key. Runs of these versions used torch's
-        # Adafactor.
+        # Recipes that were saved by older versions do not have this key. These versions used
+        # torch's Adafactor.
         variant = earlier.get("adafactor_variant", "torch") if earlier else "paper"
         chosen["adafactor_variant"] = "paper" if variant == "auto" else variant
         if chosen["adafactor_variant"] == "torch":
