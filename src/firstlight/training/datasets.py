@@ -27,7 +27,7 @@ def open_splits(
     reports_missing: bool = True,
 ) -> tuple[Corpus, Corpus | None]:
     """Open the splits of a recipe's `data` section. Return the training split and the validation
-    split, or None in place of a validation split that does not exist.
+    split. The validation split is None if there is none.
 
     Args:
         data: the recipe's `data` section.

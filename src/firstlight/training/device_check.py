@@ -200,8 +200,9 @@ def _advice(hardware: Hardware, keys: CheckedKeys) -> str:
 
 
 def _error(hardware: Hardware, keys: CheckedKeys, watching: _Comparison | None = None) -> float:
-    """Compare a training step and a generation of each model with fp64 on the CPU. Each difference
-    is divided by the largest value that is accepted for it. Return the largest of these ratios.
+    """Compare a training step and a generation of each model with fp64 on the CPU. Return the
+    largest difference, as a multiple of the difference that is still accepted. A device passes the
+    check if the result is at most 1.
 
     Args:
         hardware: hardware with the device to check.

@@ -185,9 +185,9 @@ def train(
 
     Raises:
         ConfigError, DataError, ModelError, CheckpointError: the recipe, data, model and checkpoint
-            do not match. In this case, the error is raised before any file is written. These errors
-            are also raised during training if data can't be read, after saving a checkpoint, or if
-            the run folder was moved, without writing to the old path.
+            do not match. The error is then raised before any file is written. These errors are also
+            raised during training in two cases. If data can't be read, a checkpoint is saved before
+            the error is raised. If the run folder was moved, nothing is written to the old path.
         RankError: another process failed.
         DivergedError: the run diverged and can't be rolled back to a checkpoint.
         TrainingError: a micro-batch of a single row or the optimizer update does not fit in memory,

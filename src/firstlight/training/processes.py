@@ -176,8 +176,9 @@ class Stopping:
 
     def watch(self) -> None:
         """Start treating SIGTERM, SIGINT, SIGUSR1 and SIGHUP as requests to stop, and start
-        applying the time limit. A second signal is handled as it was before. A signal that was
-        ignored (nohup) remains ignored. Outside Python's main thread, only the time limit applies.
+        applying the time limit. A second signal is handled as it was before this object was
+        created. A signal that was ignored (nohup) remains ignored. Outside Python's main thread,
+        only the time limit applies.
 
         Call this after the first complete step. A run that ends earlier has nothing to save, and
         every run completes at least one step even with a time limit.

@@ -674,8 +674,8 @@ def _add_adapters(
 
 def _trained(run: Run) -> tuple[dict[str, Tensor], dict[str, Kind]]:
     """Return the trained parameters in their full shapes, and the kind of each parameter, both
-    keyed by name. Without LoRA, they are on the meta device, because an engine may store only
-    shards of them.
+    keyed by name. Without LoRA, the parameters are on the meta device, because an engine may store
+    only shards of them.
     """
     model: nn.Module = run.program.model
     if run.recipe.lora is None:

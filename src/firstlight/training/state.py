@@ -25,7 +25,7 @@ from firstlight.parallel.engine import Engine
 from firstlight.training.program import TrainingProgram
 from firstlight.weights.loading import file_name, file_tensors
 
-#: Prefix of the names under which a checkpoint's tensors include the states of random generators.
+#: Prefix of the names of the tensors in which a checkpoint stores the states of random generators.
 RNG_PREFIX = "rng."
 #: Number of 32-bit words in the state of numpy's generator, MT19937.
 _NUMPY_WORDS = 624

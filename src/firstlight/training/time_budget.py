@@ -39,9 +39,9 @@ from firstlight.training.processes import on_main
 from firstlight.training.program import TrainingProgram
 
 #: Names of the parts of the training loop, other than steps, whose durations are measured. The
-#: first ones are measurements made only for predictions: generating the first tokens in a process,
-#: generating two more sequences of `PROBE_TOKENS` tokens, and writing a file of `PROBE_BYTES`
-#: bytes. The regular parts are sample texts, loss evaluations, task evaluations and saves.
+#: first four parts are run only to predict other durations. They generate the first tokens of a
+#: process, generate two more sequences of `PROBE_TOKENS` tokens, and write a file of `PROBE_BYTES`
+#: bytes. The remaining parts are sample texts, loss evaluations, task evaluations and saves.
 Part = Literal[
     "first text", "short text", "long text", "file", "samples", "evaluation", "tasks", "save"
 ]
