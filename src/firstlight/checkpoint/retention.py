@@ -1,4 +1,4 @@
-"""Decide which checkpoints of a run to keep. All remaining checkpoints are deleted after a new
+"""Decide which checkpoints of a run to keep. Checkpoints that are not kept are deleted after a new
 checkpoint has been saved.
 """
 
