@@ -247,7 +247,7 @@ class _Agent(LocalElasticAgent):
         # All machines use the restart count of the first machine. Each agent counts only the starts
         # that it has made itself, so the agents' counts differ after a machine has been replaced.
         key = "firstlight/start"
-        group = cast(Any, worker_group)  # torch types the attributes as None.
+        group = cast(Any, worker_group)  # torch's type hints allow only None.
         if group.group_rank == 0:
             group.store.set(key, f"{self._starts}-{uuid.uuid4().hex}")
         said = group.store.get(key).decode()

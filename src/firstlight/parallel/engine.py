@@ -93,7 +93,7 @@ class StateTensors(NamedTuple):
 
 class Engine:
     """Distributes one model over the processes of a run. This base class is the engine for runs
-    with a single process. Subclasses are the engines for several processes.
+    with a single process. Its subclasses are all other engines.
 
     A step's gradient is the sum of the processes' gradients, because each process divides its loss
     by the number of valid tokens of all processes.
