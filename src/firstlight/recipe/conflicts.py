@@ -234,8 +234,8 @@ def _conflicts_of_lora_in_shards(recipe: ResolvedRecipe) -> Iterator[str]:
 def _preference_conflicts(
     recipe: ResolvedRecipe, engine: type[Engine], tensor_parallel: int, pipeline: int
 ) -> Iterator[str]:
-    """Yield the methods that conflict with training on preference pairs, because the loss of a pair
-    depends on the log-probabilities of complete answers.
+    """Yield the conflicts of the recipe's methods with training on preference pairs. They arise
+    because the loss of a pair depends on the log-probabilities of complete answers.
     """
     if recipe.preference is None:
         return

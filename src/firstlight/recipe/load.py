@@ -123,8 +123,8 @@ def parse_recipe(
     """
     if overrides:
         changed = copy.deepcopy(dict(values))
-        # A micro-batch size that the user sets here must not be lowered. A recipe in which
-        # firstlight chose the size allows this, so clear that permission.
+        # A micro-batch size that the user sets here must not be lowered. `divide_micro_batch` is
+        # true, and allows this, in a recipe whose size firstlight has chosen, so set it to false.
         if any(name == "batch.micro_batch_size" for name, _ in overrides):
             _override(changed, "batch.divide_micro_batch", "false")
         for name, text in overrides:

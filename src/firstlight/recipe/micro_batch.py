@@ -252,8 +252,8 @@ def _divided(
     batch: BatchConfig, seq_len: int, rows: int, processes: int, *, tell: Callable[[str], None]
 ) -> int:
     """Lower a chosen micro-batch size so that the processes share a step evenly. Return the new
-    size. The size is unchanged if the recipe does not set the tokens per step, which then depend on
-    this size, or if no size divides the step evenly.
+    size. The size is unchanged if the recipe does not set the number of tokens per step, because
+    that number then depends on the size. It is also unchanged if no size divides the step evenly.
     """
     if batch.global_batch_tokens is None:
         return rows
