@@ -38,19 +38,23 @@ class BatchConfig(Section):
     """number of sequences per forward pass on one device. Larger values use the hardware better but
     need more memory for activations. "auto" is the largest number that fits in memory. It is
     determined before the run by trials in a separate process, which start with all sequences of a
-    step and halve the number until it fits. null is 8. If global_batch_tokens is set, null is
-    instead the largest number up to 8 that divides a step evenly. On a CPU, such a micro-batch also
-    has at most about 1,024 tokens, which are enough to keep the CPU busy."""
+    step and halve the number until it fits. null means 8. If global_batch_tokens is set, null
+    instead means the largest number up to 8 that divides a step evenly. On a CPU, such a
+    micro-batch also has at most about 1,024 tokens, which are enough to keep the CPU busy.
+    """
     divide_micro_batch: bool = False
     """true lowers micro_batch_size to the largest number that divides a step's sequences evenly
-    among the processes, for example from 8 to 4 if two processes share a step of 8. firstlight sets
-    this key if it chooses micro_batch_size itself. false keeps micro_batch_size."""
+    among the processes. For example, 8 is lowered to 4 if two processes share a step of 8
+    sequences. firstlight sets this key if it chooses micro_batch_size itself. false keeps
+    micro_batch_size.
+    """
     gradient_accumulation_steps: int | None = Field(None, gt=0)
     """number of forward and backward passes per step. With several passes, the gradient of a large
     batch is computed with the memory of a small one."""
     global_batch_tokens: int | None = Field(None, gt=0)
-    """total number of tokens per step on all devices; it determines the number of accumulation
-    steps."""
+    """total number of tokens per step on all devices. The number of accumulation steps is computed
+    from this number.
+    """
     ramp_start_tokens: int | None = Field(None, gt=0)
     """number of tokens per step at the start of the run; it must be a divisor of
     global_batch_tokens. The tokens per step increase to global_batch_tokens in increments of this
