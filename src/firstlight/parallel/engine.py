@@ -36,30 +36,38 @@ class DistributedConfig(Section):
     """
 
     engine: Literal["auto", "none", "ddp", "fsdp", "deepspeed"] = "auto"
-    """"auto" is "none" for one process and "ddp" for several. "ddp" gives each process the whole
-    model and sums gradients. "fsdp" (FSDP2) shards parameters, gradients and optimizer state over
-    the processes, and gathers each layer while it is computed. "deepspeed" is DeepSpeed ZeRO, which
-    also supports a single process."""
+    """engine of the run. "auto" selects "none" for one process and "ddp" for several processes.
+    "ddp" gives each process the whole model and sums gradients. "fsdp" (FSDP2) shards parameters,
+    gradients and optimizer state over the processes, and gathers each layer while it is computed.
+    "deepspeed" is DeepSpeed ZeRO, which also supports a single process.
+    """
     shard: int | None = Field(None, gt=1)
     """number of processes over which fsdp shards one copy of the model; null means all processes. A
     smaller number selects hybrid sharding. Each group of that many processes, ideally on one
     machine, then has a copy of the model, and layers are gathered only within the group."""
     offload: Literal["none", "cpu", "nvme"] = "none"
     """where sharded tensors are stored. With "cpu", fsdp keeps and updates its shards in CPU
-    memory; deepspeed keeps the optimizer state there and, at stage 3, also the parameters. With
-    "nvme" (deepspeed only), the optimizer state is kept in files."""
+    memory. deepspeed keeps the optimizer state in CPU memory and, at stage 3, also the parameters.
+    With "nvme", which only deepspeed supports, the optimizer state is kept in files.
+    """
     zero_stage: Literal[1, 2, 3] | None = None
-    """tensors that deepspeed shards: the optimizer state (1), the gradients as well (2), or also
-    the parameters (3); null means 2."""
+    """ZeRO stage of deepspeed. Stage 1 shards the optimizer state, stage 2 also shards the
+    gradients, and stage 3 also shards the parameters. null means 2.
+    """
     nvme_path: str | None = None
-    """folder for offload "nvme", on a fast disk of each machine."""
+    """folder in which offload "nvme" stores its files. It should be on a fast disk of each
+    machine.
+    """
     deepspeed_config: str | None = None
-    """path of an existing DeepSpeed configuration file (JSON); if it is set, engine "auto" is
+    """path of an existing DeepSpeed configuration file (JSON). If it is set, engine "auto" selects
     deepspeed. The file supplies values for keys that the recipe does not set, and must not
-    contradict the recipe."""
+    contradict the recipe.
+    """
     reshard_after_forward: bool = True
     """true makes fsdp free a gathered layer after its forward pass and gather it again for its
-    backward pass; false gathers each layer once and keeps it in memory until its backward pass."""
+    backward pass. false makes fsdp gather each layer once and keep it in memory until its backward
+    pass.
+    """
     tensor_parallel: int = Field(1, ge=1)
     """number of neighbouring processes, ideally on one machine, that share the computation of each
     layer for the same sequences. Each process holds some of the attention heads and part of the
