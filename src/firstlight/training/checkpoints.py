@@ -169,8 +169,8 @@ class RunCheckpoints:
 
     def go_back(self, error: DivergedError) -> None:
         """Roll the run back to the weights, moments, random states and step of an earlier
-        checkpoint. Training continues from that step with the next unread data, and does not repeat
-        the data of the dropped steps.
+        checkpoint. Training continues from that step with data that has not been read yet, so the
+        data of the dropped steps is not repeated.
 
         Args:
             error: the error that reports the divergence.

@@ -1,5 +1,6 @@
-"""Check a device by comparing a small training step and a small generation with fp64 results on the
-CPU. If they differ, compare each operation to find the faulty one.
+"""Check a device by running a small training step and generating a few tokens, and comparing the
+results with fp64 results on the CPU. If the results differ, each operation is compared in order to
+find the faulty one.
 
 Some PyTorch kernels have returned wrong numbers without raising an error, especially on Apple GPUs.
 The loss is then wrong or falls more slowly, without any indication of the cause.

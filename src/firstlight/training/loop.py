@@ -70,7 +70,7 @@ class RunSummary:
         samples_per_second: median number of samples per second. A sample is a sequence of `seq_len`
             tokens.
         tokens_per_second: median number of tokens per second.
-        tokens: number of tokens in the sequences of this call's steps.
+        tokens: number of tokens in all sequences that this call to `train` has used.
     """
 
     seconds: float
@@ -473,7 +473,7 @@ def _result(
     """Return the result of a run after its last checkpoint has been saved.
 
     Args:
-        tokens: number of tokens in the sequences of this call's steps.
+        tokens: number of tokens in all sequences that this call to `train` has used.
 
     Raises:
         DataError: the run stopped because data could not be read.

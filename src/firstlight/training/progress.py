@@ -85,7 +85,7 @@ class LossCurve:
 
     @property
     def means(self) -> list[float]:
-        """Mean losses in order of steps."""
+        """Mean losses, in the order of the steps."""
         return [total / count for total, count in self._parts]
 
     @property
@@ -301,7 +301,7 @@ class RunProgress:
 
     @property
     def _time_left(self) -> str:
-        """Remaining time for a terminal, or "" if it is unknown."""
+        """Remaining time as text for a terminal, or "" if it is unknown."""
         left = self.seconds_left
         return "" if left is None else f"{_clock(max(left, 1))} left"
 
@@ -321,7 +321,7 @@ class RunProgress:
 
     @property
     def time(self) -> str:
-        """Elapsed and remaining time, for a terminal."""
+        """Elapsed and remaining time, as text for a terminal."""
         budget = "" if self._max_minutes is None else f" of {_clock(60 * self._max_minutes)}"
         left = "" if self.is_done else self._time_left
         return f"{_clock(self._seconds_over)}{budget}{left and ', '}{left}"
@@ -687,7 +687,9 @@ def _curve(progress: RunProgress) -> str:
 
 
 def show_picture(path: Path) -> None:
-    """Show a picture below the cell. Do nothing outside a notebook or if the file is missing."""
+    """Show an image file below the notebook cell. Do nothing outside a notebook or if the file is
+    missing.
+    """
     display = notebook_display()
     if display is not None and path.is_file():
         display(importlib.import_module("IPython.display").Image(filename=str(path)))

@@ -58,7 +58,7 @@ _SMALL_CORRECTION = 0.05
 
 @dataclass(frozen=True)
 class _Read:
-    """Data read for a step.
+    """Data that has been read for a step.
 
     Attributes:
         batches: micro-batches of the step.
@@ -191,12 +191,12 @@ class Run:
 
     @property
     def goes_on(self) -> bool:
-        """True if steps or an evaluation remain."""
+        """True if the run still has to run steps or an evaluation."""
         return self.state.pending is not None or self.has_steps_left
 
     @property
     def has_steps_left(self) -> bool:
-        """True if steps remain."""
+        """True if the run still has to run steps."""
         return self.schedule.is_open or self.state.step < self.max_steps
 
     def is_last(self, step: int) -> bool:
@@ -479,7 +479,7 @@ class Run:
 
     @property
     def rows_read(self) -> int:
-        """Number of rows read for all steps including the current one."""
+        """Number of rows that have been read for all steps up to and including the current one."""
         return self.loader.rows_seen if self._read is None else self._read.rows
 
     def micro_batches_of(self, step: int) -> int:

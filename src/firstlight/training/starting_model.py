@@ -213,14 +213,14 @@ def first_model(
     engine: Engine,
     tell: Callable[[str], None],
 ) -> FirstModel:
-    """Return the model at the start of a run. A new model has only a config, because its weights
+    """Return the model with which a run starts. A new model has only a config, because its weights
     depend on the resolved recipe.
 
     Args:
         recipe, engine: recipe and engine of the run.
         tokenizer: the tokenizer of the data.
         newest: the checkpoint from which the run is resumed; None for a new run.
-        init_from, new_rows: arguments of `train`.
+        init_from, new_rows: see `train`.
         pairs: True if the data consists of preference pairs.
         tell: called with each message to the user.
 

@@ -173,7 +173,7 @@ def run_passes(
             optimizer.accumulate()
             # Clone the loss, because CUDA graphs write the next loss to the same memory.
             total = loss.detach().clone() if total is None else total + loss.detach()
-            del loss, scaled  # Free the graph before the next pass or the update.
+            del loss, scaled  # Free the autograd graph before the next forward pass or the update.
         assert total is not None
         return Passes(total, tokens, terms, scale)
     except (RuntimeError, MemoryError) as error:

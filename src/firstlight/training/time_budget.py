@@ -94,7 +94,7 @@ def save_interval(seconds: float, save_seconds: float) -> float:
 #: compile. Later steps are called settled steps.
 _SLOW_STEPS = 2
 
-#: Maximum number of settled steps whose times are stored.
+#: Maximum number of steps, after the slow first steps of a process, whose times are stored.
 _MOST_STEPS = 10_000
 
 
@@ -191,14 +191,15 @@ class LoopTimes:
 #: damaged line.
 _MOST_SECONDS = 3e10
 
-#: Minimum number of settled steps before the number of steps is decided, and minimum total duration
-#: of these steps in seconds. In short runs, the minimum duration is a fraction of the time budget.
+#: Minimum number of steps, after the slow first steps of a process, that must be measured before
+#: the number of steps of the run is decided. The second constant is the minimum total duration of
+#: these steps in seconds. In short runs, the minimum duration is a fraction of the time budget.
 _FEWEST_STEPS = 8
 _FEWEST_SECONDS = 30.0
 _FEWEST_SHARE = 0.02
 
-#: After this fraction of the remaining time, fewer settled steps are sufficient. This rule is meant
-#: for runs that consist of a few long steps.
+#: After this fraction of the remaining time, fewer measured steps are sufficient. This rule is
+#: meant for runs that consist of a few long steps.
 _ENOUGH_SHARE = 0.2
 
 #: Fraction of the run's step limit (`max_steps`, `epochs`) after which the number of steps may be
