@@ -247,7 +247,7 @@ def zero_settings(
     settings: dict[str, Any] = {
         "reduce_bucket_size": max(*sizes, min(sum(sizes), _BUCKET)),
         "overlap_comm": not on_cpu,
-        # DeepSpeed's defaults for stage 3.
+        # Default values that DeepSpeed uses in stage 3.
         "stage3_param_persistence_threshold": 100_000,
         "stage3_max_live_parameters": 1_000_000_000,
     }

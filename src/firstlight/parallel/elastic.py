@@ -273,7 +273,8 @@ class _Agent(LocalElasticAgent):
         codes = self.codes()
         if None in codes and any(codes):
             if not self.failed or time.monotonic() < self._grace_ends:
-                # torch's agent would kill the running ranks before they can report the failure.
+                # Do not let torch's agent handle the failure yet. It would kill the running ranks
+                # before they can report the failure.
                 return RunResult(state=WorkerState.HEALTHY)
             cast(PContext, self._pcontext).close(signal.SIGKILL)
         result = cast(RunResult, super()._monitor_workers(worker_group))

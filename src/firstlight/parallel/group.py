@@ -54,8 +54,8 @@ from firstlight.parallel.world import World
 _BEAT_SECONDS = 1.0
 _DECIDE_SECONDS = 0.25
 
-#: Once an exchange has failed, a rank is considered failed after this many seconds without a
-#: heartbeat.
+#: Number of seconds without a heartbeat after which a rank is considered failed, once a collective
+#: operation has failed.
 _SUSPICIOUS_SECONDS = 5.0
 
 #: Time limit in seconds for the main thread to notice a known failure and exit. A thread that waits
@@ -106,7 +106,7 @@ class Heartbeat:
             thread.start()
 
     def blame(self) -> str | None:
-        """After a failed exchange, wait until the failed rank is known.
+        """After a collective operation has failed, wait until it is known which rank has failed.
 
         Returns:
             The message that reports the failure and names the failed rank; None if all ranks still
@@ -233,8 +233,8 @@ def _end_process(failure: str) -> None:
 #: torch's default for NCCL.
 DEFAULT_TIMEOUT_SECONDS = 600.0
 
-#: Words that identify an error as coming from an exchange. They are needed because gloo's errors
-#: are plain RuntimeErrors.
+#: Words in the message of an error that show that the error was raised by a collective operation.
+#: They are needed because gloo's errors are plain RuntimeErrors.
 _EXCHANGE_WORDS = ("gloo", "NCCL", "Connection closed by peer", "ProcessGroup")
 
 #: Time limit in seconds for closing a group after a failure.
@@ -287,15 +287,15 @@ def process_group(
 
     All ranks must enter and leave the context. If one rank fails within the context, the context
     ends on all ranks with an error that names the failed rank (see `Heartbeat`). If the main thread
-    is waiting in an exchange, no exception can reach it. In this case, the process writes the
-    failure to stderr and ends with exit code 1.
+    is waiting in a collective operation, no exception can reach it. In this case, the process
+    writes the failure to stderr and ends with exit code 1.
 
     Args:
         world: this process's position in the run.
         device: the device of this process's tensors. Tensors on the CPU are exchanged by gloo,
             tensors on GPUs by NCCL.
-        timeout_seconds: time limit in seconds for the rendezvous, for an exchange between ranks,
-            and for the time without a heartbeat from a rank.
+        timeout_seconds: time limit in seconds for the rendezvous and for a collective operation,
+            and maximum time without a heartbeat from a rank.
         fingerprint: a hash of the recipe, which must be the same on all ranks.
 
     Raises:
@@ -316,14 +316,15 @@ def process_group(
         heartbeat = Heartbeat(store, own, infos, timeout_seconds)
         _open_group(world, device, store, timeout_seconds)
         yield
-        # A rank must not exit while another rank still needs it for an exchange.
+        # A rank must not exit while another rank still needs it for a collective operation.
         barrier()
     except BaseException as error:
         failure = None
         if heartbeat is not None:
             failure = _failure_elsewhere(error, own, heartbeat)
             heartbeat.stop()
-        # As soon as the group is closed, ranks that wait for this rank in an exchange get an error.
+        # As soon as the group is closed, ranks that wait for this rank in a collective operation
+        # get an error.
         _close_broken_group()
         if own.rank == 0 and not hosted_by_agent():
             # This process hosts the store, which ends with it. Give the other ranks some time to
@@ -385,8 +386,8 @@ def _failure_elsewhere(error: BaseException, own: RankInfo, heartbeat: Heartbeat
 
 
 def is_exchange_error(error: BaseException | None) -> bool:
-    """Return True if an error, or any error in its chain of causes, comes from an exchange between
-    ranks.
+    """Return True if an error, or any error in its chain of causes, was raised by a collective
+    operation.
     """
     while error is not None:
         if isinstance(error, dist.DistError):

@@ -122,7 +122,7 @@ class TensorParallelEngine(Engine):
         with optimizer.master_weights(), full_parameters(model, keep=self.is_main):
             weights = on_cpu(tensors_of(model)) if self.is_main else {}
         # Gathered tensors are already copies. Only unsharded tensors on the CPU share memory with
-        # the run and have to be copied.
+        # the model or the optimizer and have to be copied.
         own = {
             (t.to_local() if is_sharded(t) else t).untyped_storage().data_ptr()
             for t in (p.detach() for p in (*model.parameters(), *optimizer.state_shards().values()))

@@ -119,8 +119,8 @@ def find_world(variables: Mapping[str, str] | None = None) -> World:
 
 
 def _world_from(launcher: _Launcher, variables: Mapping[str, str]) -> World | None:
-    """Return the world that one kind of launcher describes, without host and port. Return None if
-    this launcher's variables are not set.
+    """Return the `World` that the variables of one kind of launcher describe, without host and
+    port. Return None if this launcher's variables are not set.
     """
     if launcher is _SLURM:
         return _slurm_world(variables)
@@ -155,8 +155,9 @@ def _world_from(launcher: _Launcher, variables: Mapping[str, str]) -> World | No
 
 
 def _slurm_world(variables: Mapping[str, str]) -> World | None:
-    """Return the world that srun describes, or None if srun did not start this process. Most of
-    srun's variables are also set in batch scripts and in shells within an allocation.
+    """Return the `World` that srun's variables describe, or None if srun did not start this
+    process. Most of srun's variables are also set in batch scripts and in shells within an
+    allocation.
     """
     if "SLURM_PROCID" not in variables or "SLURM_STEP_ID" not in variables:
         return None
