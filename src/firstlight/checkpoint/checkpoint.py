@@ -322,8 +322,8 @@ def load_trainer_state(folder: Path) -> dict[str, Any]:
 
 
 def saved_vocab_multiple(folder: Path, state: Mapping[str, Any]) -> int:
-    """Return the multiple to which the vocabulary of a checkpoint's model is padded, or 1 if it is
-    not padded.
+    """Return the number N for a checkpoint whose vocabulary size is padded to a multiple of N.
+    Return 1 if the vocabulary is not padded.
 
     Args:
         folder: the checkpoint's folder, for the error message.

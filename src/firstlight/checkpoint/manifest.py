@@ -382,7 +382,7 @@ def file_marks(files: Iterable[HashedFile]) -> dict[str, dict[str, Any]]:
 
 
 def write_texts(folder: Path, texts: Mapping[str, str]) -> list[HashedFile]:
-    """Write text files to a folder. Return the written files, for `file_marks`.
+    """Write text files to a folder. Return the written files, which can be passed to `file_marks`.
 
     Raises:
         OSError: a file system error.

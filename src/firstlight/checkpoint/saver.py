@@ -164,8 +164,8 @@ class BackgroundSaver(Saver):
             raise
 
     def _have_room(self, tensors: Iterable[Tensor], processes: int = 1) -> bool:
-        """Return True if this machine has enough free memory for tensors of this size to be copied
-        by each of `processes` processes.
+        """Return True if this machine has enough free memory for each of `processes` processes to
+        copy tensors of this size.
         """
         free = free_memory_bytes(torch.device("cpu")) / processes
         return sum(tensor.nbytes for tensor in tensors) <= _COPY_SHARE * free
@@ -242,7 +242,9 @@ class CheckpointSaver(BackgroundSaver):
         return self._asynchronous
 
     def _snapshot(self, checkpoint: Checkpoint) -> Checkpoint:
-        """Return a copy of a checkpoint that later training steps do not change."""
+        """Copy the tensors of a checkpoint, so that later training steps do not change them. Return
+        the copy.
+        """
         model, optimizer = checkpoint.model, checkpoint.optimizer
         if not checkpoint.is_copy:
             copies = self._copies.take(dict(_tensors(checkpoint)))
@@ -439,7 +441,9 @@ class ShardedSaver(BackgroundSaver):
         return self._asynchronous
 
     def _snapshot(self, shards: _Shards) -> _Shards:
-        """Return copies of shards that later training steps do not change."""
+        """Copy the tensors of shards, so that later training steps do not change them. Return the
+        copies.
+        """
         copies = self._copies.take(
             {f"{kind} {n}": p.tensor for kind, part in shards.items() for n, p in part.items()}
         )

@@ -121,7 +121,7 @@ def own_shards(tensors: Mapping[str, Tensor]) -> dict[str, TensorShard]:
     Returns:
         The shards. Their tensors share memory with `tensors` and are on the same device.
     """
-    # Import this here, because it takes almost a second.
+    # Imported here, because the import takes almost a second.
     from torch.distributed.checkpoint.default_planner import create_default_local_save_plan
 
     cut = {name: t for name, t in tensors.items() if is_sharded(t) and _is_owner(name, t)}
