@@ -113,7 +113,7 @@ def parse_recipe(
     """Create a recipe from nested values, and validate it.
 
     Args:
-        values: sections, keys and values.
+        values: mapping from section names to mappings of keys to values.
         where: name of the recipe, for messages.
         overrides: pairs of `section.key` and the value as YAML text, as returned by
             `override_pairs`.
