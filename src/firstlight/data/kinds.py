@@ -44,15 +44,21 @@ class FileKind(NamedTuple):
     endings: str = ""
     first_bytes: bytes = b""
 
-    def advice(self, path: Path) -> str:
-        """Return the advice for the file at `path`, with all paths quoted for a shell."""
+    def advice(self, path: Path, count: int = 1) -> str:
+        """Return the advice for the file at `path`, with all paths quoted for a shell. If `count`
+        is not 1, the advice is for this number of files, which `path` stands for."""
         stem = path.with_name(re.sub(r"(?<=.)(\.tar)?\.[^.]+$", "", path.name))
         text = stem.with_name(f"{stem.name}.txt")
         # The command must not overwrite the file that it reads.
         text = stem.with_name(f"{stem.name}.plain.txt") if text == path else text
+        if self.name == COMPRESSED and path.suffix.lower() in self.endings.split():
+            text = path.with_suffix("")  # It may have a suffix of its own, as in paper.pdf.gz.
         names = {"file": path, "text": text, "folder": stem}
         names["lines"] = stem.with_name(f"{stem.name}.jsonl")
-        return self.remedy.format(**{key: shlex.quote(str(name)) for key, name in names.items()})
+        remedy = self.remedy
+        if count != 1:
+            remedy = re.sub(r"\bit\b", "them", re.sub(r"\bits\b", "their", remedy))
+        return remedy.format(**{key: shlex.quote(str(name)) for key, name in names.items()})
 
 
 _TEXT_BY = "extract its text with "
@@ -62,7 +68,7 @@ _SHEET = (
 )
 _SLIDES = "save it as PDF, and extract the text from the PDF with pdftotext"
 _UNPACKED_BY = "unpack it with %s, and use that folder"
-_COMPRESSED, _PIPED_BY = "a compressed file", "unpack it with %s -dc < {file} > {text}"
+COMPRESSED, _PIPED_BY = "a compressed file", "unpack it with %s -dc < {file} > {text}"
 #: Templates of patterns for the first bytes of ZIP files: an OpenDocument file of a given type, and
 #: a ZIP file that contains a folder with a given name.
 _OPEN_DOCUMENT = rb"PK\x03\x04.*mimetypeapplication/vnd\.oasis\.opendocument\."
@@ -102,10 +108,10 @@ _KINDS = (
         "a 7z archive", _UNPACKED_BY % "7z x {file} -o{folder}", ".7z", rb"7z\xbc\xaf\x27\x1c"
     ),
     FileKind("a RAR archive", _UNPACKED_BY % "unrar x {file} {folder}/", ".rar", rb"Rar!\x1a\x07"),
-    FileKind(_COMPRESSED, _PIPED_BY % "gzip", ".gz", rb"\x1f\x8b"),
-    FileKind(_COMPRESSED, _PIPED_BY % "bzip2", ".bz2", rb"BZh"),
-    FileKind(_COMPRESSED, _PIPED_BY % "zstd", ".zst", rb"\x28\xb5\x2f\xfd"),
-    FileKind(_COMPRESSED, _PIPED_BY % "xz", ".xz", rb"\xfd7zXZ\x00"),
+    FileKind(COMPRESSED, _PIPED_BY % "gzip", ".gz", rb"\x1f\x8b"),
+    FileKind(COMPRESSED, _PIPED_BY % "bzip2", ".bz2", rb"BZh"),
+    FileKind(COMPRESSED, _PIPED_BY % "zstd", ".zst", rb"\x28\xb5\x2f\xfd"),
+    FileKind(COMPRESSED, _PIPED_BY % "xz", ".xz", rb"\xfd7zXZ\x00"),
     FileKind(
         "an image",
         "exclude it, or extract its text with tesseract {file} {folder}",
@@ -275,7 +281,11 @@ def kind_of(path: Path, ending: str) -> FileKind:
     if (known := kind_by_ending(ending)) is not None:
         return known
     with open(path, "rb") as file:
-        head = file.read(HEAD_BYTES)
+        return kind_of_content(file.read(HEAD_BYTES), ending)
+
+
+def kind_of_content(head: bytes, ending: str) -> FileKind:
+    """Return the type of a file whose suffix is unknown, detected from its first bytes."""
     if (found := kind_by_bytes(head)) is not None:
         return found
     if ending == ".json":

@@ -101,6 +101,7 @@ def prepare(
     overwrite: bool = False,
     shard_tokens: int = 100_000_000,
     progress: bool = False,
+    expected_bytes: int | None = None,
 ) -> dict[str, Any]:
     """Write a corpus as token shards to the `out` folder and return the manifest.
 
@@ -133,6 +134,8 @@ def prepare(
         overwrite: True to replace `out` if it is a prepared corpus.
         shard_tokens: number of tokens after which a new shard begins.
         progress: True to show a progress bar on stderr.
+        expected_bytes: approximate size of the text in bytes, for the progress bar; None to use the
+            size of the files if they are uncompressed text.
 
     Raises:
         InputError, TokenizerError: an input or the tokenizer can't be read, or the inputs contain
@@ -182,7 +185,16 @@ def prepare(
         )
         sources = without(sources, held_out)
         marks = {source: mark_of(source) for source in [*sources, *held_out]}
-        preparation.run(sources, text_key, encode, progress=progress, held_out=held_out)
+        if expected_bytes is None and not (max_documents or max_tokens):
+            expected_bytes = text_bytes([*sources, *held_out])
+        preparation.run(
+            sources,
+            text_key,
+            encode,
+            progress=progress,
+            expected_bytes=expected_bytes,
+            held_out=held_out,
+        )
         if changed := [source.name for source, mark in marks.items() if mark_of(source) != mark]:
             more = f" and {len(changed) - 1:,} more" if len(changed) > 1 else ""
             say(
@@ -299,13 +311,14 @@ class _Preparation:
         encode: Encode,
         *,
         progress: bool,
+        expected_bytes: int | None = None,
         held_out: Sequence[DataSource] = (),
     ) -> None:
         """Write all documents.
 
         Args:
             sources: the sources of the text.
-            text_key, progress: see `prepare`.
+            text_key, progress, expected_bytes: see `prepare`.
             encode: function that encodes pieces of text and keeps their order.
             held_out: sources of validation text. If there are none, part of the training text is
                 held out.
@@ -329,10 +342,7 @@ class _Preparation:
             # removed.
             closing(encode(self._pieces(documents, validation))) as encoded,
         ):
-            total = None
-            if not (self.max_documents or self.max_tokens):
-                total = text_bytes([*sources, *held_out])
-            task = bar.add_task("tokenizing", total=total, done="")
+            task = bar.add_task("tokenizing", total=expected_bytes, done="")
             parts: list[TokenArray] = []
             for piece, tokens in self._within_limits(encoded):
                 parts.append(tokens)

@@ -60,7 +60,7 @@ import numpy.typing as npt
 
 from firstlight.data.conversations import BadRecordError
 from firstlight.data.records import Record
-from firstlight.data.sources import by_ending
+from firstlight.data.sources import by_ending, unread_lines
 from firstlight.errors import ConfigError, DataError, InputError, describe_os_error
 from firstlight.files.atomic import (
     read_json_object,
@@ -674,7 +674,7 @@ class CorpusWriter:
             "unread_files": by_ending(unread),
         }
         if unread:
-            write_file(self.folder / UNREAD_NAME, "".join(f"{file}\n" for file in unread))
+            write_file(self.folder / UNREAD_NAME, unread_lines(unread))
         for name, content in self.tokenizer.files().items():
             write_file(self.folder / name, content)
         write_json(self.folder / MANIFEST_NAME, manifest)

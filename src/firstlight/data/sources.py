@@ -18,8 +18,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from urllib.parse import urlsplit, urlunsplit
 
-from firstlight.data.kinds import OTHER_TEXT, kind_by_ending, kind_of
-from firstlight.errors import InputError, describe_read_error, nearest
+from firstlight.data.kinds import (
+    COMPRESSED,
+    OTHER_TEXT,
+    FileKind,
+    kind_by_ending,
+    kind_of,
+    kind_of_content,
+)
+from firstlight.data.opening import head_of
+from firstlight.errors import InputError, MissingDependencyError, describe_read_error, nearest
 from firstlight.files.atomic import read_json, write_json
 
 #: Suffixes of source code (`_CODE_SUFFIXES`), and of all text files (`TEXT_SUFFIXES`). A file with
@@ -48,8 +56,8 @@ SUFFIXES = (*compressed(*TEXT_SUFFIXES), *_MANY_DOCUMENTS)
 #: Descriptions, for messages, of the file types that can be read as text (`READ_KINDS`) and as
 #: records (`_RECORD_KINDS`).
 READ_KINDS = (
-    "text and code with any suffix or none, .jsonl, .ndjson, .csv, .tsv (all may be compressed "
-    "as .gz, .bz2, .xz or .zst) and .parquet"
+    "plain text and code with any suffix or none, .jsonl, .ndjson, .csv, .tsv (all may be "
+    "compressed as .gz, .bz2, .xz or .zst) and .parquet"
 )
 _RECORD_KINDS = (
     ".jsonl, .ndjson, .json, .csv, .tsv (all may be compressed as .gz, .bz2, .xz or .zst), "
@@ -59,8 +67,8 @@ _RECORD_KINDS = (
 SOURCES_NAME = "sources.json"
 #: Name of the INPUT for the source code of Python's standard library.
 STANDARD_LIBRARY = "stdlib"
-#: Maximum number of suffixes, and of commands for converting files to text, that are listed in a
-#: message.
+#: Maximum number of suffixes, and of types with a command for converting them to text, that are
+#: listed in a message.
 _SHOWN_ENDINGS, _SHOWN_WAYS = 8, 3
 
 #: Names of folders that are not searched, because they contain files that the user did not write.
@@ -284,7 +292,7 @@ def _nothing_in(item: str, folder: Path, suffixes: tuple[str, ...]) -> str:
     counts = by_ending(others)
     first = next(file for file in others if _unread_kind(file) == next(iter(counts)))
     what = _kinds(suffixes).partition(" (")[0]
-    there = f"folder {item} contains no {what}; it has {_counted(counts)}"
+    there = f"folder {item} contains no {what}; it has {_counted(counts, {})}"
     return f"{there}: {'add some texts' if special_kind(first) else _unread(first, suffixes)}"
 
 
@@ -292,7 +300,7 @@ def _unread(path: Path, suffixes: tuple[str, ...]) -> str:
     """Return the message about a file of an unsupported type, with advice on how to convert it."""
     if suffixes != SUFFIXES:
         return f"{path} has an unknown type: the supported types are {_RECORD_KINDS}"
-    kind = kind_of(path, _ending(path.name.lower()))
+    kind = _file_kind(path)
     return f"{path} is {kind.name}: {kind.advice(path)} (firstlight reads {READ_KINDS})"
 
 
@@ -308,15 +316,18 @@ def unread_files(inputs: Sequence[str | Path], suffixes: tuple[str, ...] = SUFFI
     Raises:
         InputError: a folder can't be read.
     """
-    found: set[Path] = set()
+    found: list[Path] = []
     for path in (Path(item).expanduser() for item in inputs if str(item) != STANDARD_LIBRARY):
         if path.is_dir():
-            found.update(_files_under(path))
+            found += _files_under(path)
         elif not path.exists() and any(character in str(path) for character in "*?["):
             names = glob.glob(str(path), recursive=True)
-            found.update(Path(name) for name in names if not os.path.isdir(name))
-    # Unlike `Path.resolve`, `os.path.realpath` does not raise for cyclic links.
-    others = {os.path.realpath(file): file for file in found if not _is_read(file, suffixes)}
+            found += (Path(name) for name in names if not os.path.isdir(name))
+    others: dict[str, Path] = {}
+    for file in found:
+        if not _is_read(file, suffixes):
+            # Unlike `Path.resolve`, `os.path.realpath` does not raise for cyclic links.
+            others.setdefault(os.path.realpath(file), file)
     return sorted(others.values())
 
 
@@ -390,36 +401,42 @@ def _unread_kind(file: Path) -> str:
 
 
 def _ending(name: str) -> str:
-    """Return the suffix of a file name. For a compressed file, include the suffix before it, as in
-    .tar.gz.
+    """Return the suffix of a file name. For a compressed file, include a known suffix before it,
+    as in .tar.gz, but not a part of the name, as in changelog.Debian.gz.
     """
     stem, dot, last = name.rpartition(".")
     if not stem or not dot or not last.isalnum() or len(last) > 10:
         return ""
-    if f".{last}" in COMPRESSIONS and (before := _ending(stem)):
-        return f"{before}.{last}"
+    if f".{last}" in COMPRESSIONS:
+        before = _ending(stem)
+        is_known = before in (*SUFFIXES, ".json") or kind_by_ending(before) is not None
+        return f"{before}.{last}" if is_known else f".{last}"
     return f".{last}"
 
 
 def listed(unread: Mapping[str, int]) -> str:
-    """Return a description of unread files, such as "7 .pdf, 2 without a suffix", together with
-    commands for converting them to text.
+    """Return a description of unread files, such as "7 .pdf, 2 without a suffix". Each of the first
+    few types that a command converts to text is followed by this command.
 
     Args:
         unread: number of files of each type, as returned by `by_ending`.
     """
-    kinds = (kind_by_ending(end) for end in unread)
-    ways = [
-        kind.advice(Path(f"FILE{end}"))
-        for end, kind in zip(unread, kinds, strict=True)
-        if kind is not None and "{text}" in kind.remedy
+    ways: dict[FileKind, str] = {}
+    for end in unread:
+        kind = kind_by_ending(end)
+        if kind is not None and "{text}" in kind.remedy and len(ways) < _SHOWN_WAYS:
+            ways.setdefault(kind, end)
+    advice = {
+        end: f" ({kind.advice(Path(f'FILE{end}'), unread[end])})" for kind, end in ways.items()
+    }
+    return _counted(unread, advice)
+
+
+def _counted(counts: Mapping[str, int], advice: Mapping[str, str]) -> str:
+    shown = [
+        f"{count:,} {end or 'without a suffix'}{advice.get(end, '')}"
+        for end, count in counts.items()
     ]
-    shown = _counted(unread)
-    return f"{shown} ({'; '.join(ways[:_SHOWN_WAYS])})" if ways else shown
-
-
-def _counted(counts: Mapping[str, int]) -> str:
-    shown = [f"{count:,} {end or 'without a suffix'}" for end, count in counts.items()]
     rest = [f"{len(shown) - _SHOWN_ENDINGS} more kinds"] if len(shown) > _SHOWN_ENDINGS else []
     return ", ".join([*shown[:_SHOWN_ENDINGS], *rest])
 
@@ -435,9 +452,48 @@ def _is_read(path: Path, suffixes: tuple[str, ...]) -> bool:
     if name.endswith(suffixes):
         return True
     try:
-        return suffixes == SUFFIXES and kind_of(path, _ending(name)) is OTHER_TEXT
+        return suffixes == SUFFIXES and _file_kind(path) is OTHER_TEXT
     except OSError:
         return False
+
+
+def _file_kind(path: Path) -> FileKind:
+    """Return the type of an ordinary file whose suffix is not supported. A compressed text, such as
+    README.gz, has the type of the text.
+
+    Raises:
+        OSError: the file can't be read.
+    """
+    name = path.name.lower()
+    kind = kind_of(path, _ending(name))
+    if kind.name != COMPRESSED or not name.endswith(COMPRESSIONS[1:]):
+        return kind
+    inner = _ending(name.rpartition(".")[0])
+    if kind_by_ending(inner) is not None:
+        return kind
+    try:
+        content = kind_of_content(head_of(path), inner)
+    except (OSError, EOFError, MissingDependencyError):
+        return kind  # It can't be decompressed here.
+    return OTHER_TEXT if content is OTHER_TEXT else kind
+
+
+def unread_lines(files: Sequence[str | Path]) -> str:
+    """Return the content of the list of files that are not read: for each file, its path, a tab and
+    the reason."""
+    return "".join(f"{file}\t{_reason_unread(Path(file))}\n" for file in files)
+
+
+def _reason_unread(path: Path) -> str:
+    if special := special_kind(path):
+        return f"a {special}"
+    try:
+        # Text is not read only if conversations are.
+        if path.name.lower().endswith(SUFFIXES) or (kind := _file_kind(path)) is OTHER_TEXT:
+            return "no conversations"
+    except OSError as error:
+        return describe_read_error(error)
+    return f"{kind.name}: {kind.advice(path)}"
 
 
 def _files_under(folder: Path) -> Iterator[Path]:

@@ -79,8 +79,8 @@ class BatchConfig(Section):
             )
         if whole % start or whole == start:
             raise ValueError(
-                f"global_batch_tokens {whole} is not 2, 3 or more times ramp_start_tokens {start}: "
-                "change one of them"
+                f"global_batch_tokens {whole} must be a multiple of ramp_start_tokens {start}, and "
+                "at least twice as large: change one of them"
             )
         return self
 

@@ -268,15 +268,13 @@ class ForecastComparison:
             # as in conversations.
             **({} if self.label_share >= MOSTLY_LEARNED else {_RATES[1]: "learned tokens/s"}),
         }
-        told = []
+        speeds = []
         for name, unit in rates.items():
             if found[name] is not None:
                 rate = planned[name]
                 beside = "" if rate is None else f" (planned {rate[1]:,.0f})"
-                told.append(f"{found[name]:,.0f} {unit}{beside}")
-        if told:
-            told[-1] += " in the median step"
-        told += [
+                speeds.append(f"{found[name]:,.0f} {unit}{beside}")
+        memory = [
             f"{kind} {gib(size, expected)} (planned {gib(expected, size)})"
             for kind, size, expected in (
                 ("tensors", found["peak_bytes"] or found["allocated_bytes"], planned["peak_bytes"]),
@@ -284,4 +282,5 @@ class ForecastComparison:
             )
             if size is not None and expected is not None
         ]
-        return ", ".join(told)
+        parts = {"median step": speeds, "memory": memory}
+        return "; ".join(f"{name}: {', '.join(told)}" for name, told in parts.items() if told)

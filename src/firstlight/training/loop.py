@@ -71,6 +71,7 @@ class RunSummary:
             tokens.
         tokens_per_second: median number of tokens per second.
         tokens: number of tokens in all sequences that this call to `train` has used.
+        is_resumed: True if some of the run's steps were trained by an earlier call to `train`.
     """
 
     seconds: float
@@ -78,21 +79,13 @@ class RunSummary:
     samples_per_second: float | None = None
     tokens_per_second: float | None = None
     tokens: int = 0
+    is_resumed: bool = False
 
     def __str__(self) -> str:
-        rate = self.tokens_per_second
-        text = self.whole
-        return text if rate is None else f"{text}: {rate:,.0f} tokens/s in the median step"
-
-    @property
-    def whole(self) -> str:
-        """Text that states the duration, number of tokens and mean speed of the training loop."""
-        text = f"training took {time_text(self.seconds)}"
-        if not self.tokens:
-            return text
-        rate = self.tokens / max(self.seconds, 1e-9)
+        session = " in this session" if self.is_resumed else ""
+        tokens = f" for {self.tokens:,} tokens" if self.tokens else ""
         return (
-            f"{text} for {self.tokens:,} tokens, {rate:,.0f} tokens/s including evaluations and "
+            f"training{session} took {time_text(self.seconds)}{tokens}, including evaluations and "
             "saves"
         )
 
@@ -175,8 +168,8 @@ def train(
             only in a notebook.
         forecaster: object that predicts memory and speed, such as
             `planner.plan.processes.RunForecaster`.
-        began: time from which `schedule.max_minutes` is counted, as a value of `time.time()`. None
-            counts from the first step.
+        began: time from which this call uses up `schedule.max_minutes`, as a value of
+            `time.time()`. None counts from the first step of this call.
         is_announced: True if the data, memory, speed and schedule have already been shown to the
             user; they are not shown again.
         chose_compiling: True if the user did not set the recipe's `efficiency.compile` explicitly,
@@ -227,8 +220,7 @@ def train(
         checkpoints.finish()
         wait_for_main(engine, run.write_budget)
         write_average(run)
-        tokens = (run.state.rows_seen - rows_before) * run.seq_len
-        result = _result(run, stopping, comparison, tokens)
+        result = _result(run, stopping, comparison, rows_before)
     if progress and engine.is_main:
         show_picture(result.run_folder / REPORT_NAME)
     return result
@@ -468,12 +460,12 @@ def _watched(
 
 
 def _result(
-    run: Run, stopping: Stopping, comparison: ForecastComparison, tokens: int
+    run: Run, stopping: Stopping, comparison: ForecastComparison, rows_before: int
 ) -> TrainResult:
     """Return the result of a run after its last checkpoint has been saved.
 
     Args:
-        tokens: number of tokens in all sequences that this call to `train` has used.
+        rows_before: number of sequences that earlier calls to `train` have used.
 
     Raises:
         DataError: the run stopped because data could not be read.
@@ -490,8 +482,15 @@ def _result(
     elapsed = run.times.elapsed
     ended = on_main(run.engine, lambda: _reported(run))
     step_seconds, samples, rate = ended["medians"]
-    summary = RunSummary(elapsed, step_seconds, samples, rate, tokens)
-    run.tell(f"{summary.whole}: {measured}" if measured else str(summary))
+    tokens = (run.state.rows_seen - rows_before) * run.seq_len
+    summary = RunSummary(
+        elapsed, step_seconds, samples, rate, tokens=tokens, is_resumed=rows_before > 0
+    )
+    run.tell(str(summary))
+    if measured is None and rate is not None:
+        measured = f"median step: {rate:,.0f} tokens/s"
+    if measured is not None:
+        run.tell(measured)
     return TrainResult(
         run.folder,
         checkpoint_folder(run.folder, run.saved_step),

@@ -23,6 +23,7 @@ from firstlight.checkpoint.manifest import (
     step_folders,
 )
 from firstlight.checkpoint.selection import list_checkpoints, newest_checkpoint
+from firstlight.console import counted, time_text
 from firstlight.errors import CheckpointError, ConfigError
 from firstlight.optim.config import OPTIMIZERS
 from firstlight.optim.schedule import ScheduleConfig, resolve_schedule
@@ -91,9 +92,8 @@ def take_up(run: Run, folder: Path) -> None:
     is_branch = folder.parent.parent.resolve() != run.folder.resolve()
     if is_branch:
         run.branch_from = folder
-    run.tell(
-        f"{'branching off' if is_branch else 'resuming from'} {folder} (step {run.state.step})"
-    )
+    verb, left = ("branching off", "") if is_branch else ("resuming from", _left(run))
+    run.tell(f"{verb} {folder} (step {run.state.step}){left}")
     # Show a warning rather than raise an error, because the checkpoint is compatible and the change
     # may be intended.
     changed = [
@@ -117,6 +117,19 @@ def take_up(run: Run, folder: Path) -> None:
         )
     if not run.goes_on:
         run.tell(f"the run is complete: step {run.state.step} of {run.max_steps}")
+
+
+def _left(run: Run) -> str:
+    """Describe what is left of a run with a time budget: the time until the number of steps is
+    decided, and the steps afterwards. Return "" for other runs.
+    """
+    if run.budget is None or not run.goes_on:
+        return ""
+    if not run.schedule.is_open:
+        return f": {counted(run.max_steps - run.state.step, 'step')} left"
+    seconds = max(run.budget.seconds - run.budget.seconds_used, 0.0)
+    total = time_text(run.budget.seconds)
+    return f": {time_text(seconds)} of {total} of training time left"
 
 
 def _rate_jump(run: Run, before: Mapping[str, Any], saved: Mapping[str, Any]) -> str | None:

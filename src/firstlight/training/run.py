@@ -51,10 +51,6 @@ from firstlight.training.time_budget import (
 )
 from firstlight.training.trackers import Trackers
 
-#: A correction of the number of steps is reported to the user only if it changes the number by at
-#: least this fraction.
-_SMALL_CORRECTION = 0.05
-
 
 @dataclass(frozen=True)
 class _Read:
@@ -332,8 +328,6 @@ class Run:
         if not is_open and steps == before:
             return
         self.take_length()
-        if not is_open and abs(steps - before) < _SMALL_CORRECTION * before:
-            return  # Do not report small corrections, which are only recorded in length.json.
         words = f" instead of {before:,}, to end in time"
         if is_open:
             words = f": {self.schedule.in_words(self.recipe.optimizer.learning_rate)}"
