@@ -31,9 +31,9 @@ class FileKind(NamedTuple):
 
     Attributes:
         name: name of the type, including its article, for messages.
-        remedy: advice on how to extract the text, with the placeholders {file} (the file), {text}
-            (a text file in the same folder), {lines} (a JSONL file) and {folder} (a folder next to
-            the file).
+        remedy: advice on how to extract the text. It can contain the placeholders {file} (the
+            file), {text} (a text file in the same folder), {lines} (a JSONL file) and {folder} (a
+            folder next to the file).
         endings: suffixes of files of this type, separated by spaces.
         first_bytes: pattern that matches the first bytes of files of this type; b"" if the type
             can't be detected from the first bytes.
@@ -46,13 +46,15 @@ class FileKind(NamedTuple):
 
     def advice(self, path: Path, count: int = 1) -> str:
         """Return the advice for the file at `path`, with all paths quoted for a shell. If `count`
-        is not 1, the advice is for this number of files, which `path` stands for."""
+        is not 1, the advice is phrased for this number of files, and `path` is a placeholder for
+        their names.
+        """
         stem = path.with_name(re.sub(r"(?<=.)(\.tar)?\.[^.]+$", "", path.name))
         text = stem.with_name(f"{stem.name}.txt")
         # The command must not overwrite the file that it reads.
         text = stem.with_name(f"{stem.name}.plain.txt") if text == path else text
         if self.name == COMPRESSED and path.suffix.lower() in self.endings.split():
-            text = path.with_suffix("")  # It may have a suffix of its own, as in paper.pdf.gz.
+            text = path.with_suffix("")  # The name may have a second suffix: paper.pdf.gz.
         names = {"file": path, "text": text, "folder": stem}
         names["lines"] = stem.with_name(f"{stem.name}.jsonl")
         remedy = self.remedy
@@ -69,8 +71,8 @@ _SHEET = (
 _SLIDES = "save it as PDF, and extract the text from the PDF with pdftotext"
 _UNPACKED_BY = "unpack it with %s, and use that folder"
 COMPRESSED, _PIPED_BY = "a compressed file", "unpack it with %s -dc < {file} > {text}"
-#: Templates of patterns for the first bytes of ZIP files: an OpenDocument file of a given type, and
-#: a ZIP file that contains a folder with a given name.
+#: Templates of patterns for the first bytes of two kinds of ZIP files: an OpenDocument file of a
+#: given type, and a ZIP file that contains a folder with a given name.
 _OPEN_DOCUMENT = rb"PK\x03\x04.*mimetypeapplication/vnd\.oasis\.opendocument\."
 _FOLDER = rb"(?=PK\x03\x04).*PK\x03\x04.{26}"
 
@@ -161,8 +163,8 @@ _UNTIL_ANSWER = (
     """until(. == [] or .[-1].role == "assistant"; .[:-1])) | select(.messages != [])' """
     """{file} > {lines}, and use that file as input"""
 )
-#: Types of chats that other programs export as JSON: (pattern that occurs in the first bytes of
-#: such a file, file type).
+#: Types of JSON files to which other programs export chats. Each entry consists of a pattern that
+#: occurs in the first bytes of such a file, and the file type.
 _EXPORTS = (
     (
         rb'"type":\s*"(?:personal_chat|bot_chat|saved_messages|(?:private|public)_\w+)"'
@@ -220,7 +222,8 @@ REASONING_FIELDS = tuple(
 )
 #: Fields by which a record is recognised as a single message from a tree of conversations.
 TREE_FIELDS = {"message_id", "role", "text"}
-#: Field names of preference pairs: (preferred answer, rejected answer).
+#: Field names of preference pairs, as (name for the preferred answer, name for the rejected
+#: answer).
 PAIR_FIELDS = (
     ("chosen", "rejected"),
     ("chosen_response", "rejected_response"),
@@ -262,7 +265,7 @@ def _control_characters(head: bytes) -> int:
 
 
 def binary_file(path: Path, kind: FileKind = _BINARY) -> str:
-    """Return the message about a file that is not text, although its suffix suggests that it is."""
+    """Return the error message for a file that has the suffix of a text file but is not text."""
     return f"it is {kind.name}: {kind.advice(path)}"
 
 
@@ -285,7 +288,7 @@ def kind_of(path: Path, ending: str) -> FileKind:
 
 
 def kind_of_content(head: bytes, ending: str) -> FileKind:
-    """Return the type of a file whose suffix is unknown, detected from its first bytes."""
+    """Detect the type of a file whose suffix is unknown from its first bytes."""
     if (found := kind_by_bytes(head)) is not None:
         return found
     if ending == ".json":
@@ -325,10 +328,10 @@ def conversation_kind(
 
     Args:
         fields: names of the fields.
-        text_key: name of the text field; "" if there is none. If `text_key` is "text", a record
-            with this field is a text document even if it also has a question and an answer, except
-            for preference pairs, lists of messages and Alpaca's format. With any other `text_key`,
-            a record with this field is always a text document.
+        text_key: name of the text field; "" if there is none. A record that has this field is a
+            text document, even if it also contains a question and an answer. If `text_key` is
+            "text", there are exceptions: preference pairs, lists of messages and records in
+            Alpaca's format are not text documents.
     """
     names = {field_name(field) for field in fields}
     # The index of a table written by pandas is a column named "".
