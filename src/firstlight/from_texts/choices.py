@@ -61,8 +61,8 @@ def choose_vocabulary(facts: CorpusFacts, fixed: Mapping[str, Any]) -> Choice:
         return Choice("model.vocab_size", int(given), "given")
     size = vocabulary_for(facts.total_bytes)
     reason = f"for {rounded(facts.total_bytes)} bytes of text"
-    # Minimum vocabulary: 256 byte tokens, one token per common character, and an equal number of
-    # tokens for combinations of characters.
+    # The minimum vocabulary has 256 byte tokens and one token per common character. It has as many
+    # additional tokens for combinations of characters.
     signs = 256 + 2 * facts.common_characters
     if size < signs:
         size = min(1 << math.ceil(math.log2(signs)), defaults.VOCABULARIES[-1][1])
@@ -84,9 +84,10 @@ def check_given(request: Request) -> None:
     fixed = request.fixed
     vocab_size = int(fixed.get("model.vocab_size") or defaults.VOCABULARIES[0][1])
     require_vocab_size(vocab_size)
-    # Choose settings for ordinary text on a machine with enough memory for every model. This raises
-    # an error if the user's values do not fit. A parameter count (--size 10M) is not checked here,
-    # because its validity can depend on the actual vocabulary of the text.
+    # Choose settings for ordinary text on a machine with enough memory for every model, because
+    # this choice raises an error if the user's values contradict each other. A parameter count
+    # (--size 10M) is not checked here, because its validity can depend on the actual vocabulary of
+    # the text.
     machine = MachineFacts("this machine", "cpu", [(1e9, 1e3)], usable_bytes=1 << 62)
     size = request.size if request.size in defaults.SIZES else None
     text = usual_text(vocab_size, None)
@@ -95,8 +96,8 @@ def check_given(request: Request) -> None:
 
 @dataclass(frozen=True)
 class _Candidate:
-    """A candidate model with its run, its expected bits per byte on held-out text, and the duration
-    of its shortest acceptable training loop."""
+    """A candidate model and its run. It also contains the expected bits per byte on held-out text
+    and the duration of the shortest acceptable training loop."""
 
     shape: ModelSize
     run: RunFacts
@@ -137,8 +138,8 @@ def choose(
         ConfigError: the size is unknown, no model fits in memory, or values given by the user
             contradict each other.
     """
-    # The requested vocab_size is ignored here, because the tokenizer may have fewer tokens. `text`
-    # has the actual number.
+    # The requested vocab_size is ignored here, because the tokenizer may have fewer tokens. The
+    # actual number of tokens is `text.vocab_size`.
     given = {key: value for key, value in (fixed or {}).items() if value is not None}
     fixed = {key: value for key, value in given.items() if key != "model.vocab_size"}
     best, count = _best_of_all(text, machine, length, fixed, size=size)
@@ -184,7 +185,7 @@ def _best_of_all(
     for shape in shapes:
         try:
             candidates.append(_candidate(shape, text, machine, length, fixed=fixed))
-        except ConfigError as error:  # The batch is not a multiple of this sequence length.
+        except ConfigError as error:  # tokens per step not a multiple of seq_len
             problem = problem or error
     if problem is not None and not candidates:
         raise problem
@@ -220,9 +221,9 @@ def _candidate(
     def tokens_at(rate: float, way: Compiling) -> float:
         if length.seconds is None:
             return length.tokens or 0.0
-        # Reserve the usual fraction of the time for everything other than steps, even if more is
-        # needed, so that `plan --budget` chooses the same model. During the run, the measured speed
-        # determines the actual length.
+        # Reserve the usual fraction of the time for evaluations and checkpoints, even if they need
+        # more. `plan --budget` reserves the same fraction and therefore chooses the same model. The
+        # actual length of the run is determined by its measured speed.
         left = way.left_of(length.seconds)
         return tokens_in_time(rate, left, text, fixed.get("schedule.epochs"))
 
@@ -238,7 +239,8 @@ def _candidate(
     left = None if length.seconds is None else way.left_of(length.seconds)
     parts = part_facts.parts_of_run(rate, steps * batch, left)
     run = RunFacts(steps, batch, shape.seq_len, rate, parts, way)
-    # The given batch may be a multiple of the short sequence length, but not of the long one.
+    # A batch size set by the user may be a multiple of the short sequence length but not of the
+    # long sequence length.
     context = fixed.get("model.max_position_embeddings", defaults.LONG_SEQ_LEN)
     tokens_given = fixed.get("batch.global_batch_tokens", 0)
     fits = tokens_given % (defaults.LONG_SEQ_LEN * unit // shape.seq_len) == 0
@@ -323,8 +325,8 @@ def _uses_muon(fixed: Mapping[str, Any]) -> bool:
 
 
 def _layout(fixed: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `defaults.LAYOUT` without the keys that conflict with the user's optimizer and
-    embeddings."""
+    """Return `defaults.LAYOUT` without the keys that conflict with the user's settings for the
+    optimizer and the embeddings."""
     unfit = set[str]()
     if not _uses_muon(fixed):
         unfit |= {key for key in defaults.LAYOUT if key.startswith("optimizer.")}
@@ -412,8 +414,8 @@ def _advice(
     Args:
         best: chosen model and its run.
         text: facts about the text.
-        with_text: function from facts about a different text to the model that would be chosen for
-            a run of the same length on that text.
+        with_text: function that receives facts about a different text. It returns the model that
+            would be chosen for a run of the same length on the different text.
         within: length of the run, described in words.
         keeps_vocabulary: True to keep the vocabulary size for the longer text.
     """
@@ -429,7 +431,7 @@ def _advice(
     plenty = longer_text(text, defaults.MORE_TEXT, keeps_vocabulary=keeps_vocabulary)
     other = with_text(plenty)
     gain = 1 - other.bits / best.bits
-    # The advice does not suggest more text than the run on the longer text would read.
+    # Do not suggest more text than the longer run would read.
     factor = min(defaults.MORE_TEXT, other.run.tokens * plenty.bytes_per_token / size)
     whole = size + text.val_tokens * text.bytes_per_token
     return (

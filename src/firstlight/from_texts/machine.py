@@ -1,5 +1,5 @@
-"""Fit a plan to its machine: find a micro-batch size that fits in memory, measure (CPU) or predict
-(GPU) the speed of fine-tuning, and train the fitted recipe."""
+"""Adapt a plan to the machine and train. The micro-batch size is reduced until the run fits in
+memory. The speed of fine-tuning is measured on a CPU and predicted for a GPU."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ def _parameters(recipe: ResolvedRecipe) -> int:
     return count_parameters(meta_model(recipe.model)).total
 
 
-#: Keys that divide a step into micro-batches. Values that the user sets for these keys are not
-#: changed.
+#: Recipe keys that determine how a step is divided into micro-batches. Values set by the user are
+#: not changed.
 _CUTS = frozenset({"batch.micro_batch_size", "batch.gradient_accumulation_steps"})
 
 
@@ -85,8 +85,8 @@ class FittedRecipe:
     Attributes:
         recipe: recipe to train.
         resolved: the same recipe with all open keys resolved, as written to the run folder.
-        choices: choices with the final micro-batch size and time budget of the recipe, and with the
-            exact parameter count.
+        choices: chosen settings, with the final micro-batch size, time budget and exact number of
+            parameters filled in.
         forecast: expected memory and speed; None if they can't be predicted.
     """
 
@@ -96,7 +96,7 @@ class FittedRecipe:
     forecast: Forecast | None
 
     def applied_to(self, plan: PlanT) -> PlanT:
-        """Return the plan for this recipe, with its choices and expected memory use filled in."""
+        """Return a copy of the plan with the choices and the expected memory use of this recipe."""
         memory = None if self.forecast is None else self.forecast.peak_bytes
         return replace(plan, choices=self.choices, memory_bytes=memory)
 
@@ -194,7 +194,7 @@ def _written_lines(plan: RunPlan, call: RunCall) -> Iterator[str]:
         yield from plan.table()
     option = "" if call.explain else " (--explain shows them)"
     yield f"all settings with their reasons: {recipe}{option}"
-    # Texts are prepared in the run's data folder, conversations in the cache.
+    # Text is prepared in the run's data folder. Conversations are prepared in the cache folder.
     names = UNREAD_NAME, REJECTED_NAME, TOO_LONG_NAME, f"{DATA_FOLDER}/{REJECTED_NAME}"
     lists = [call.folder / name for name in names]
     if written := [str(path) for path in lists if path.is_file()]:

@@ -43,7 +43,7 @@ class TextPlan(RunPlan):
 
     Attributes:
         scan: scan of the texts.
-        text: token statistics of the texts, which are estimated until the texts are prepared.
+        text: token statistics of the texts. They are estimates until the texts are prepared.
         vocabulary: reason for the vocabulary size.
         held_out_gzip: size of the held-out text when compressed with gzip -9, in bits per byte;
             None if the texts are not prepared yet.
@@ -230,8 +230,8 @@ class _FirstSteps:
         self._plan, self._call = plan, call
         self._rates: list[float] = []
         self._seconds = 0.0
-        # If the user sets the size of the model, or a number of tokens or steps, the choice does
-        # not depend on the speed.
+        # The choice of the model depends on the speed only if there is a time budget and the user
+        # has not set the model's size.
         self._is_done = plan.request.seconds is None or plan.request.size is not None
 
     def __call__(self, record: Mapping[str, Any]) -> None:
@@ -257,8 +257,8 @@ class _FirstSteps:
             self._choose_again(reached, factor, record["elapsed_seconds"])
 
     def _choose_again(self, reached: float, factor: float, used: float) -> None:
-        """Choose again between the current model, trained for the full time, and other models,
-        trained for the remaining time.
+        """Choose the model again. The current model would be trained for the full time, and any
+        other model only for the remaining time.
 
         Args:
             reached: tokens per second in the first steps.
@@ -294,7 +294,7 @@ _SHAPE = ("model.hidden_size", "model.num_hidden_layers")
 
 def _is_better(other: Choices, kept: Choices) -> bool:
     """Return True if `other` is a different model from `kept` and is expected to reach fewer bits
-    per byte. A different model is also accepted if the expected bits per byte are unknown.
+    per byte. If the expected bits per byte are unknown, any different model is accepted.
     """
     if all(other[key] == kept[key] for key in _SHAPE):
         return False

@@ -27,9 +27,8 @@ class Choice:
     Attributes:
         key: recipe key, `section.key`.
         value: chosen value.
-        reason: reason for the value, shown to the user. If the reason is "", the key is omitted
-            from the printed table. This is used for the measured settings of `optim.new_model`,
-            which users rarely change.
+        reason: reason for the value, shown to the user. Keys whose reason is "" are omitted from
+            the printed table. These are settings from `optim.new_model`, which users rarely change.
     """
 
     key: str
@@ -37,7 +36,7 @@ class Choice:
     reason: str
 
     def unless_given(self, fixed: Mapping[str, Any]) -> Choice:
-        """Return this choice, or a choice with the user's value if `fixed` contains its key."""
+        """Return this choice. If `fixed` contains the key, return a choice with the user's value."""
         return Choice(self.key, fixed[self.key], "given") if self.key in fixed else self
 
 
@@ -52,8 +51,8 @@ class Choices:
         tokens, steps, seconds: expected length of the run.
         tokens_per_second: expected training speed.
         epochs: number of passes over the training data.
-        bits_per_byte: lowest and highest expected bits per byte on held-out text. None for
-            fine-tuning and for optimizers other than Muon, because there is no estimate for them.
+        bits_per_byte: lowest and highest expected bits per byte on held-out text. There is no
+            estimate for fine-tuning and for optimizers other than Muon; the value is then None.
         advice: sentence about the benefit of more text; "" if the text is long enough.
         compile_gain: expected speed-up from torch.compile, which is included in
             `tokens_per_second`; 1 for a run that is not compiled.
@@ -106,23 +105,24 @@ def _given_passes(fixed: Mapping[str, Any]) -> int:
 
 
 def given_unit(fixed: Mapping[str, Any], seq_len: int) -> int:
-    """Return the number that must divide the number of tokens in a step evenly. It is the sequence
-    length times the micro-batch size and the number of micro-batches that the user has set."""
+    """Return the number of which the tokens per step must be a multiple. This number is the
+    sequence length, multiplied by the micro-batch size and the number of micro-batches if the user
+    has set them."""
     rows = fixed.get("batch.micro_batch_size")
     return seq_len * (rows if isinstance(rows, int) else 1) * _given_passes(fixed)
 
 
 def given_batch(fixed: Mapping[str, Any], seq_len: int) -> int | None:
-    """Return the number of tokens per step set by the user, either directly or through the size and
-    number of micro-batches. Return None if the user has not set it.
+    """Return the number of tokens per step that the user has set, either directly or through the
+    size and number of micro-batches. Return None if the user has set neither.
 
     Args:
         fixed: values given by the user, keyed by `section.key`.
         seq_len: sequence length in tokens.
 
     Raises:
-        ConfigError: the given number is not a multiple of the sequence length, or contradicts the
-            given micro-batches.
+        ConfigError: the number of tokens is not a multiple of the sequence length, or it does not
+            match the size and number of micro-batches.
     """
     tokens, unit = fixed.get("batch.global_batch_tokens"), given_unit(fixed, seq_len)
     is_whole = isinstance(fixed.get("batch.micro_batch_size"), int) and (
@@ -143,8 +143,8 @@ def given_batch(fixed: Mapping[str, Any], seq_len: int) -> int | None:
 def expected_range(
     bits: float, text: TextFacts, fixed: Mapping[str, Any]
 ) -> tuple[float, float] | None:
-    """Return the lowest and highest expected bits per byte, or None if the user sets an optimizer
-    for which there is no estimate.
+    """Return the lowest and highest expected bits per byte. Return None if the user sets an
+    optimizer for which there is no estimate.
 
     Args:
         bits: result of `law.expected_bits`.
@@ -155,8 +155,8 @@ def expected_range(
     if fixed.get(key, defaults.LAYOUT[key]) != defaults.LAYOUT[key]:
         return None
     low, high = defaults.UNUSUAL_RANGE if text.is_unusual else defaults.EXPECTED_RANGE
-    # Repetitive text is easier to predict than its n-grams suggest. xz finds the repetitions, so
-    # the size compressed with xz is an upper limit for the lowest value.
+    # Repetitive text is easier to predict than its n-grams suggest. Because xz finds repetitions,
+    # the lowest expected value never exceeds the bits per byte of the text compressed with xz.
     lowest = min(low * bits, text.hardness.held_out_xz_bits_per_byte)
     # A uniform guess among the 256 byte values costs 8 bits.
     return lowest, min(high * bits, 8.0)
@@ -214,7 +214,7 @@ STATE_BYTES = 12
 
 @dataclass(frozen=True)
 class Parts:
-    """Parts of a run other than steps: evaluations, sample texts and checkpoints.
+    """The evaluations, sample texts and checkpoints of a run.
 
     Attributes:
         evaluations: number of evaluations, not counting the one before the first step.
@@ -225,8 +225,8 @@ class Parts:
         save_interval: maximum seconds between two checkpoints; None without a time budget.
         loss_seconds, sample_seconds, save_seconds: expected total seconds of the loss evaluations,
             sample texts and checkpoints.
-        loop_seconds: duration in seconds of the training loop for which the numbers above were
-            chosen.
+        loop_seconds: duration of the training loop, in seconds. The numbers of evaluations, samples
+            and checkpoints were chosen for this duration.
     """
 
     evaluations: int
@@ -277,8 +277,8 @@ class PartFacts:
 
     def parts(self, rate: float, loop_seconds: float, budget: float | None) -> Parts:
         """Choose the evaluations, sample texts and checkpoints of a training loop. Use the first
-        entry of `defaults.PARTS` that fits or, if no entry fits, the last entry with as few rows as
-        possible.
+        entry in `defaults.PARTS` whose evaluations fit in the available time. If no entry fits, use
+        the last entry with as few rows per evaluation as possible.
 
         Args:
             rate: training speed in tokens per second.
@@ -365,7 +365,7 @@ class PartFacts:
 
         parts = self.parts(rate, 0.0, 0.0).seconds
         steps = min(defaults.LEAST_STEPS * unit, most_tokens) / rate
-        # A longer loop has additional saves, which take up to SAVE_SHARE of its time.
+        # In a longer loop, additional checkpoints take up to SAVE_SHARE of the time.
         return max(parts / (0.5 - SAVE_SHARE), (parts + steps) / (1 - SAVE_SHARE))
 
 
@@ -424,8 +424,8 @@ class RunFacts:
         )
 
     def micro_batch(self, machine: MachineFacts, fixed: Mapping[str, Any]) -> Choice:
-        """Choose the micro-batch size in sequences, as a divisor of the number of sequences per
-        step.
+        """Choose the micro-batch size, in sequences. The number of sequences per step is a multiple
+        of it.
 
         Args:
             machine: machine to train on.
@@ -480,8 +480,8 @@ class RunFacts:
         every = max(math.ceil(self.steps / parts.evaluations), 1)
         reason = f"{parts.evaluations} evaluations in the run"
         if parts.evaluations == 1:
-            # The interval is much longer than the run, so that there is no evaluation before the
-            # end even if the run has more steps than expected.
+            # The interval is much longer than the run. There is then no evaluation before the end,
+            # even if the run has more steps than expected.
             every, reason = 10 * self.steps, "only before the first and after the last step"
         yield Choice("evaluation.every_steps", every, reason)
         if parts.rows * self.seq_len >= held_out_tokens:
@@ -498,8 +498,8 @@ class RunFacts:
         reason = f"{count}, {share(parts.save_seconds)} of the run"
         if parts.save_interval is not None:
             reason = f"also every {time_text(parts.save_interval)}: {reason}"
-            # The time between checkpoints already leads to this number of checkpoints, unless the
-            # limit on epochs ends the run early.
+            # The maximum time between checkpoints already results in this number of checkpoints,
+            # unless the limit on epochs ends the run early.
             if parts.saves * parts.save_interval <= parts.loop_seconds / defaults.EARLY:
                 every = self.steps
             every = every or self.steps
@@ -511,7 +511,8 @@ OFFERED_SECONDS = (180.0, 600.0, 3600.0)
 #: Row of the printed table: (name, value, reason).
 Row = tuple[str, str, str]
 
-#: A suggested budget is sufficient for runs that take up to this multiple of the expected time.
+#: Suggested budgets are this multiple of the expected time, so that they also suffice for slower
+#: runs.
 _SLOWER = 1.2
 
 #: Maximum number of characters of a value in the table.
@@ -611,8 +612,7 @@ class RunPlan(ABC):
             yield f"more text: {self.choices.advice}"
 
     def table(self) -> Iterator[str]:
-        """Yield a blank line and the table of all choices with their reasons, as lines for the
-        user."""
+        """Yield lines for the user: a blank line and the table of all choices with their reasons."""
         yield ""
         rows = self.first_rows()
         if given := self.request.val_inputs:
@@ -668,8 +668,8 @@ def length_lines(choices: Choices, speed: MachineFacts, data: str) -> Iterator[s
 
 
 def _ends_early(choices: Choices) -> bool:
-    """Return True if the limit on passes over the data ends the run well before its time is used
-    up."""
+    """Return True if the run reaches the maximum number of passes over the data well before its
+    time is used up."""
     if "schedule.max_minutes" not in choices.keys:
         return False
     minutes: float = choices["schedule.max_minutes"]

@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 #: Maximum bytes of text on which a tokenizer is trained. More text would hardly change the
 #: tokenizer.
 _TOKENIZER_BYTES = 24 << 20
-#: Minimum amount of prepared text, as a multiple of the text that the run is expected to read.
+#: The amount of prepared text is at least this multiple of the text that the run is expected to
+#: read.
 _SPARE = 1.5
 #: Maximum number of bytes of held-out text that are compressed with xz for comparison with the
 #: model.
@@ -38,8 +39,7 @@ class Preparation:
         scan: scan of the texts.
         text_key: field that holds the text in JSONL lines, tables and datasets.
         needed_bytes: bytes of text that the run is expected to read.
-        tokenizer_key: hash or vocabulary size of the tokenizer, which is part of the prepared
-            data's key.
+        tokenizer_key: hash or vocabulary size of the tokenizer. It is part of `key`.
         tokenizer: function that trains or loads the tokenizer.
     """
 
@@ -141,8 +141,9 @@ def train_tokenizer_on(
 ) -> Tokenizer:
     """Train a tokenizer on the texts without the held-out part.
 
-    A tokenizer that was also trained on the held-out text would have tokens for the names and rare
-    words in that text, and would need fewer tokens for it than for other text.
+    If the tokenizer was also trained on the held-out text, it would have tokens for the names and
+    rare words in the held-out text. It would then encode the held-out text with fewer tokens than
+    other text.
 
     Args:
         scan: scan of the texts.

@@ -1,5 +1,5 @@
-"""The user's request for a run on texts or conversations. The inputs, the length and the settings
-are checked before any input is read."""
+"""Store and check the user's request for a run on texts or conversations. The inputs, the length
+and the settings are checked before any input is read."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from firstlight.errors import ConfigError, nearest
 from firstlight.planner.advise import defaults
 from firstlight.planner.advise.law import Length
 
-#: Length of a run in seconds if the user has not set the length and can't be prompted for it.
+#: Default length of a run in seconds. It is used if the user has not set the length and can't be
+#: prompted for it.
 DEFAULT_SECONDS = 600.0
 #: Keys that restrict the valid widths of a model.
 HEADS = ("model.num_attention_heads", "model.num_key_value_heads")
@@ -65,8 +66,8 @@ class Request:
     def training_length(self, text_bytes: float = 0.0) -> Length:
         """Return the expected length of training.
 
-        With a time budget (by default `DEFAULT_SECONDS`), this is the budget minus the seconds that
-        the other parts of the command are expected to take.
+        With a time budget, the result is the budget minus the seconds that the rest of the command
+        is expected to take. The default budget is `DEFAULT_SECONDS`.
 
         Args:
             text_bytes: bytes of text that must be prepared.
@@ -91,7 +92,8 @@ class Request:
             conversations: True if the inputs are conversations.
 
         Raises:
-            ConfigError: a key is unknown or is determined by the inputs, or a value is invalid.
+            ConfigError: a key is unknown, a key can't be set because the inputs determine its
+                value, or a value is invalid.
         """
         from firstlight.recipe import parse_recipe
 
@@ -163,7 +165,7 @@ def request_of(
 
         pairs = override_pairs(pairs)
     if size is not None and size not in defaults.SIZES:
-        parameters_of(size)  # Raises an error before any text is read.
+        parameters_of(size)  # raises an error if the size is invalid
     return Request(
         _names(inputs),
         _parsed("--budget", parse_time, budget),
@@ -179,8 +181,8 @@ def request_of(
 
 
 def sections_for(fixed: Mapping[str, Any]) -> dict[str, Any]:
-    """Return recipe sections with values for keys that are chosen later. Without these keys, the
-    keys set by the user could be invalid.
+    """Return recipe sections with preliminary values for keys that are chosen later. Without these
+    values, keys set by the user could be rejected as invalid.
     """
     layout, size = defaults.LAYOUT, defaults.HEAD_DIM
     found: dict[str, Any] = {"schedule": {"kind": layout["schedule.kind"]}}

@@ -55,18 +55,18 @@ class TextRun:
         run_folder: folder that contains the recipe, the data, the checkpoints and the report.
         training: result of the training; None if the run was already complete.
         choices: all settings; None if the call resumed the run of an earlier call.
-        bits_per_byte: bits per byte on held-out text at the last evaluation (see also `best`); None
-            if there was no evaluation.
+        bits_per_byte: bits per byte on held-out text at the last evaluation, or at an earlier
+            evaluation if `best` is True. None if there was no evaluation.
         gzip_bits_per_byte, xz_bits_per_byte: size of the held-out text when compressed with gzip -9
             or with xz, in bits per byte; None if unknown.
         samples: pairs (prompt, continuation) from the last evaluation.
         seconds: wall-clock time of the whole call.
         next_commands: pairs (command, purpose) of commands that use the model.
-        answers: True if the model was trained on conversations; `bits_per_byte` is then measured on
-            answers.
-        best: True if the last evaluation was clearly worse than an earlier evaluation, and the
-            checkpoint of the earlier evaluation exists. The earlier checkpoint should then be used
-            (`--best`), and `bits_per_byte`, `samples` and `next_commands` refer to it.
+        answers: True if the model was trained on conversations. In this case, `bits_per_byte` is
+            measured on the assistant's answers.
+        best: True if the last evaluation was clearly worse than an earlier evaluation whose
+            checkpoint still exists. The user should then use the earlier checkpoint with `--best`.
+            `bits_per_byte`, `samples` and `next_commands` also refer to the earlier checkpoint.
         held_out_share: fraction of the held-out text on which `bits_per_byte` was measured; 1 for
             conversations. `gzip_bits_per_byte` and `xz_bits_per_byte` refer to all of the held-out
             text.
@@ -105,8 +105,8 @@ def result_of(call: RunCall, result: TrainResult | None, request: Request) -> Te
     evaluated = [line for line in metrics if line["step"] and line.get("bits_per_byte") is not None]
     found = [line["bits_per_byte"] for line in evaluated]
     kept = best_checkpoint(folder)
-    # Several steps can have the same lowest value, and it is possible that none of their
-    # checkpoints was kept.
+    # Several evaluations can have the same lowest value. The checkpoints of their steps may all
+    # have been deleted.
     best_steps = [line["step"] for line in evaluated if line["bits_per_byte"] == min(found)]
     is_worse = bool(found) and min(found) < (1 - _WORSE) * found[-1]
     best = is_worse and kept is not None and kept.step in best_steps
@@ -151,9 +151,9 @@ def result_of(call: RunCall, result: TrainResult | None, request: Request) -> Te
 
 
 def _held_out_share(folder: Path, tokens: int, kind: str | None) -> float:
-    """Return the fraction of a validation split that the evaluations of the run read. Return 1 for
-    conversations, because their rows are not full. `tokens` is the number of tokens in the
-    split."""
+    """Return the fraction of the validation split that each evaluation of the run reads. `tokens`
+    is the number of tokens in the split. Conversations are padded to full rows, so their fraction
+    can't be computed from the number of tokens, and the result is 1."""
     if kind == "chat":
         return 1.0
     recipe = parse_yaml((folder / RECIPE_NAME).read_text(encoding="utf-8"))
@@ -168,7 +168,8 @@ def first_words(prompt: str) -> str:
     line = next((line.strip() for line in prompt.splitlines() if line.strip()), "")
     line = "".join(itertools.takewhile(str.isprintable, line))
     short = textwrap.shorten(line, _PROMPT_CHARS, placeholder="", break_long_words=False)
-    # In a language without spaces, the line is a single long word and must be cut by characters.
+    # In a language without spaces, the line is a single long word, so it is shortened by
+    # characters.
     return short or line[:_PROMPT_CHARS]
 
 
@@ -222,8 +223,8 @@ def model_commands(
 def _longer(
     call: RunCall, request: Request, metrics: Sequence[Mapping[str, Any]]
 ) -> Iterator[tuple[str, str]]:
-    """Yield a pair (command, purpose) for a longer run, unless a longer run would give the same
-    model."""
+    """Yield the command for a longer run and its purpose. Yield nothing if a longer run would
+    produce the same model."""
     length = read_length(call.folder)
     if length.get("max_steps") is not None and length["max_steps"] == length.get("most_steps"):
         return  # The run has reached the limit on epochs.

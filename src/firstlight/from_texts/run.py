@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from firstlight.from_texts.result import TextRun
     from firstlight.training.loop import TrainResult
 
-#: Function that shows a plan to the user and returns the run length that the user chooses, in
-#: seconds.
+#: Function that shows a plan to the user, asks for the length of the run, and returns this length
+#: in seconds.
 Ask = Callable[[RunPlan], float]
 
 
@@ -110,10 +110,12 @@ def train_texts(
     ask: Ask | None = None,
     began: float | None = None,
 ) -> TextRun:
-    """Train a model on texts, from the tokenizer and shards to the evaluation and report.
+    """Train a model on texts. The call includes all steps from the tokenizer and token shards to
+    the evaluation and the report.
 
     A second call with the same inputs and options resumes an unfinished run. A call with different
-    options starts a new run, which reuses the tokenizer and shards if they would be the same.
+    options starts a new run. The new run reuses the existing tokenizer and shards unless the
+    options change them.
 
     Args:
         inputs: files, folders, globs, "stdlib" or "hf:NAME[:CONFIG[:SPLIT]]"; see `find_sources`.
@@ -164,8 +166,8 @@ def train_texts(
         as_is=as_is,
     )
     work = work_of(request, tell, progress=progress)
-    # Imported after the first message, because these modules import torch, which takes several
-    # seconds.
+    # These modules are imported after the first message, because they import torch, which takes
+    # several seconds.
     from firstlight.checkpoint.run_folder import held
     from firstlight.from_texts.result import result_of
 

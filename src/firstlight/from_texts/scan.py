@@ -1,5 +1,6 @@
-"""Scan the inputs once before settings are chosen. The scan detects conversations. In text, it
-detects the scripts and the duplicates, and it selects the documents to hold out."""
+"""Scan the inputs once before the settings are chosen. The scan detects whether the inputs are
+conversations or text. In text, it detects writing systems and duplicates, and it selects the
+documents to hold out."""
 
 from __future__ import annotations
 
@@ -62,14 +63,14 @@ from firstlight.planner.advise.law import Hardness, TextFacts, latin_bytes_per_t
 SHOWN_FILES = 5
 #: Maximum number of bytes to read. In a larger corpus, only the first part of each file is read.
 MOST_BYTES = 256 << 20
-#: Number of characters that are counted at a time.
+#: Number of characters that are processed at a time when counting characters.
 _BLOCK_CHARACTERS = 1 << 22
 #: Number of unreadable documents after which reading stops if no readable document has been found.
 _HOPELESS = 1000
 #: Maximum bytes of text that are compressed by gzip.
 _GZIP_BYTES = 2 << 20
 
-#: More familiar names of some Unicode scripts.
+#: Common names for some Unicode scripts, keyed by their Unicode names.
 _SCRIPT_NAMES = {"CJK": "Han", "HIRAGANA": "Japanese kana", "KATAKANA": "Japanese kana"}
 
 
@@ -84,7 +85,8 @@ class CorpusFacts:
         total_bytes: estimated bytes of the whole corpus; equal to `text_bytes` if the whole corpus
             was read.
         common_characters: number of distinct characters that make up 99.9% of the text.
-        scripts: fraction of the letters' bytes by script, largest fraction first.
+        scripts: fraction of the bytes of letters that belongs to each Unicode script, keyed by
+            script. The largest fraction comes first.
         duplicates: number of documents with the same text as an earlier document.
         near_duplicates: number of documents that are similar to an earlier document.
         compared: number of documents that were compared with earlier documents; these are the first
@@ -94,13 +96,13 @@ class CorpusFacts:
         gzip_bits_per_byte: size of the first 2 MiB of text when compressed with gzip -9, in bits
             per byte.
         hardness: difficulty of learning the text.
-        content_key: hash of all text that was read and, if only a sample was read, of the limit up
-            to which each file was read.
+        content_key: hash of all text that was read. If only a sample was read, the hash also
+            includes the number of bytes that were read from each file.
         is_sampled: True if only part of the corpus was read.
         changes: number of documents or files with each kind of change, keyed by kind; see
             `cleaning`.
-        changed_files: for each kind of change that occurs in a single file, the name of that file,
-            keyed by kind of change.
+        changed_files: names of files, keyed by kind of change. Only kinds that occur in a single
+            file are included.
     """
 
     documents: int
@@ -159,8 +161,8 @@ class Scan:
         """Return sources limited to about `most_bytes` bytes of text in total, including all
         held-out text files.
 
-        Held-out files keep the limits of the scan, because `split` does not contain the hashes of
-        files that are read up to a different limit.
+        Held-out files are read up to the same limits as in the scan. With different limits, their
+        hashes would not match those in `split`.
         """
         return limited_sources(self.sources, most_bytes, self.held_out_files)
 
@@ -260,8 +262,8 @@ class _Counts:
             return len(text)
         size = len(text.encode("utf-8"))
         self._digests[digest] = size
-        # The hash of an entire file matches only if the file is later read in the same way as in
-        # the scan.
+        # If an entire file is held out, its hash matches only if the file is later read in the same
+        # way as in the scan.
         if holds_one_document(source) and not any(map(is_separator, record.changes)):
             self._files[digest] = source
         self.text_bytes += size
@@ -394,8 +396,8 @@ _MOST_OPENINGS = 10_000
 
 
 def opening_of(text: str, start: int = 0) -> str:
-    """Return some words from the beginning of a text, for use as a prompt. If `text` starts in the
-    middle of a document (`start` > 0), skip the first line, which is incomplete."""
+    """Return some words from the beginning of `text` for use as a prompt. If `start` is above 0,
+    `text` starts in the middle of a document, and its incomplete first line is skipped."""
     text = (text[text.find("\n") + 1 :] if start else text).lstrip("\ufeff\n\r ")
     # Use at most half of the text, because there must be text left to continue.
     cut = text[: min(_PROMPT_CHARACTERS, (len(text) + 1) // 2)]
@@ -404,8 +406,8 @@ def opening_of(text: str, start: int = 0) -> str:
 
 
 def _scripts(histogram: np.ndarray[tuple[int], np.dtype[np.int64]]) -> dict[str, float]:
-    """Return the fraction of the letters' UTF-8 bytes that belongs to each script. `histogram`
-    counts the code points."""
+    """Return the fraction of the UTF-8 bytes of letters that belongs to each Unicode script.
+    `histogram` contains the number of occurrences of each code point."""
     counts: Counter[str] = Counter()
     for code in np.flatnonzero(histogram).tolist():
         character = chr(code)
@@ -417,7 +419,8 @@ def _scripts(histogram: np.ndarray[tuple[int], np.dtype[np.int64]]) -> dict[str,
 
 
 def described(scan: Scan) -> Iterator[str]:
-    """Yield lines that describe a scan to the user, one line per kind of change or loss."""
+    """Yield lines that describe a scan to the user. There is one line for each way in which
+    documents were changed or left out."""
     facts = scan.facts
     shown = [f"{name} {share:.0%}" for name, share in facts.scripts.items() if share >= 0.01]
     scripts = ", ".join(shown[:5]) or "no letters"
@@ -473,8 +476,8 @@ def estimated_text(facts: CorpusFacts, vocab_size: int, held_out: float) -> Text
         vocab_size: vocabulary size of the tokenizer.
         held_out: bytes of text that are held out.
     """
-    # Non-Latin scripts have more bytes per character and about as many characters per token as
-    # Latin script. The exponent of 0.8 assumes slightly fewer characters per token.
+    # Compared with Latin script, other scripts have more bytes per character and slightly fewer
+    # characters per token. The exponent of 0.8 is an estimate that includes both effects.
     per_token = latin_bytes_per_token(vocab_size) * facts.bytes_per_character**0.8
     return TextFacts(
         vocab_size,
@@ -493,7 +496,7 @@ def conversations_in(
 
     Args:
         inputs: files, folders, globs, "stdlib" or "hf:NAME[:CONFIG[:SPLIT]]".
-        text_key: field that holds the text, if the records are texts.
+        text_key: name of the field that contains the text in records of text.
         datasets: True to also check datasets on the Hugging Face hub.
     """
     found: dict[str, DataSource] = {}
@@ -514,7 +517,7 @@ def conversations_in(
 
 def require_texts(inputs: Sequence[str], text_key: str = "text") -> None:
     """Reject inputs that are mostly conversations or preference pairs, because a new model can't be
-    trained on them. `text_key` is the name of the field with the text, if the records are texts.
+    trained on them. `text_key` is the name of the field that contains the text in records of text.
 
     Raises:
         InputError: most of the inputs' bytes are conversations or preference pairs.
@@ -539,8 +542,9 @@ def require_texts(inputs: Sequence[str], text_key: str = "text") -> None:
 
 
 def file_names(inputs: Sequence[str], sources: Sequence[DataSource]) -> list[str]:
-    """Return the value of the recipe's `data.files` for `sources`. This is the list of inputs if
-    they do not contain any other record files; otherwise, it is the list of the names of `sources`.
+    """Return the value of the recipe's `data.files` for `sources`. If `sources` are the only record
+    files among the inputs, this is the list of inputs. Otherwise, it is the list of the names of
+    `sources`.
 
     Args:
         inputs: files, folders, globs or "hf:NAME[:CONFIG[:SPLIT]]".

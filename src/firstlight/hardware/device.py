@@ -1,5 +1,5 @@
-"""Detect the machine's device, including its number formats, peak rates and memory. A GPU that the
-installed torch does not support is rejected.
+"""Detect the device of this machine and its supported dtypes, peak rates and memory. A GPU that the
+installed version of torch does not support is rejected.
 
 Peak rates are never guessed. They are measured on CPUs and on GPUs that are not in the GPU table.
 """
@@ -229,9 +229,9 @@ def single_threaded_pool(workers: int, name: str) -> ThreadPoolExecutor:
     """
 
     def use_one_core(threads: int) -> None:
-        # The first call in a new thread initialises its number of torch threads from the
-        # process-wide setting. Make this call first, so that it does not override the number set in
-        # the next line.
+        # The first call in a new thread initialises the thread's number of torch threads from the
+        # process-wide setting. Make this call first, because it would otherwise override the number
+        # that is set in the next line.
         torch.get_num_threads()
         torch.set_num_threads(1)
         # The line above also sets the number for threads that start later. Restore that number from
@@ -315,8 +315,8 @@ _UTILIZATION_SECONDS = 0.2
 
 
 class GpuMonitor:
-    """Reads a GPU's utilization and memory use for a run's metrics. The memory use includes more
-    than the tensors that torch has allocated.
+    """Reads the utilization and memory use of a GPU for the metrics of a run. The memory use also
+    includes memory that is not allocated by torch.
 
     Args:
         device: the device of the run. Values are available only for CUDA GPUs.

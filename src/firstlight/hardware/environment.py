@@ -24,15 +24,15 @@ from pathlib import Path
 #: idle cores took up to twice as long.
 SHORT_SPIN = {"GOMP_SPINCOUNT": "5000"}
 
-#: Number of checks during generation. Generating a token takes several hundred parallel regions of
-#: a few microseconds each, and waking a sleeping thread takes as long as such a region. With
-#: `SHORT_SPIN`, a token took 27 ms instead of 14 to 20 ms.
+#: Number of times that a waiting thread checks for work during generation. Generating a token takes
+#: several hundred parallel regions of a few microseconds each, and waking a sleeping thread takes
+#: as long as one of these regions. With `SHORT_SPIN`, a token took 27 ms instead of 14 to 20 ms.
 _LONG_SPIN = {"GOMP_SPINCOUNT": "30000"}
 
-#: Number of checks while other programs keep the cores busy. A spinning thread would then use up
-#: its time slice, and the other threads of the parallel region would have to wait for the next one.
-#: On two cores with a load of 12, steps took 2.8 s with 5000, 0.35 s with 1000 and 0.21 s with 100.
-#: On idle cores, they took 0.14 s.
+#: Number of times that a waiting thread checks for work while other programs keep the cores busy. A
+#: spinning thread would then use up its time slice, and the other threads of the parallel region
+#: would have to wait for the next one. On two cores with a load of 12, steps took 2.8 s with 5000,
+#: 0.35 s with 1000 and 0.21 s with 100. On idle cores, they took 0.14 s.
 _NO_SPIN = {"GOMP_SPINCOUNT": "100"}
 
 #: Variables for training. Without TORCH_CPP_LOG_LEVEL, torch would print dozens of lines of
@@ -49,15 +49,15 @@ TRAINING = SHORT_SPIN | {"TORCH_CPP_LOG_LEVEL": "ERROR"}
 #: setting this variable.
 _BY_IMPORT = "FIRSTLIGHT_SPINCOUNT"
 
-#: Environment variables that contain options of torch's GPU allocator. The second is the older
-#: name.
+#: Names of the environment variable that contains options for torch's GPU allocator. The second
+#: name is the older one.
 _ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 #: Option that lets tensors of any size reuse freed GPU memory. `takes_expandable_segments` returns
 #: whether the machine supports it.
 EXPANDABLE_SEGMENTS = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
 
-#: Lock held by the outermost of several nested `sharing_cores` contexts.
+#: Lock that is held by the outermost `sharing_cores` context if several are nested.
 _SHARING = threading.Lock()
 
 
@@ -125,8 +125,8 @@ def set_for_command(variables: Mapping[str, str]) -> None:
 
 @contextlib.contextmanager
 def sharing_cores() -> Iterator[None]:
-    """If other programs keep the cores busy, make torch's threads sleep after a short wait, as they
-    do in a command. The load is checked when the context is entered. This function can be used as a
+    """Make torch's threads sleep after a short wait if other programs keep the cores busy. Commands
+    do the same. The load is checked when the context is entered. This function can be used as a
     context manager or as a decorator.
 
     This is necessary because torch reads `GOMP_SPINCOUNT` only when it is imported, and the cores
@@ -211,8 +211,9 @@ def usable_cpus() -> int:
 
 
 def _running() -> int:
-    """Return the number of other threads that are running or waiting for a core, on Linux. The load
-    average is not used, because it includes threads that ended up to a minute ago.
+    """Return the number of other threads on this machine that are running or waiting for a core.
+    This is supported on Linux only. The load average is not used, because it includes threads that
+    ended up to a minute ago.
     """
     time.sleep(0.004)
     fields = Path("/proc/loadavg").read_text(encoding="ascii").split()

@@ -1,4 +1,5 @@
-"""Run measurements in separate processes, so that the memory use of one does not affect the next.
+"""Run measurements in separate processes, so that the memory use of one measurement does not affect
+the next.
 
     python -m firstlight.hardware.fresh_process MODULE REQUEST
 
@@ -95,8 +96,8 @@ def ask_ranks(
     Returns:
         The result of rank 0, or the error of a rank that failed.
     """
-    # Imported here, because importing torch takes a long time. The store is opened before the ranks
-    # start, so that no other program can take its port.
+    # torch is imported here, because importing it takes a long time. The store is opened before the
+    # ranks start, so that no other program can take its port.
     from torch._C._distributed_c10d import TCPStore
 
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -278,8 +279,8 @@ class ForkServer:
             job = {"request": request, "out": str(out), "err": str(err)}
             assert self._server.stdin is not None
             if not self._is_ready:
-                # Don't delay signals during this wait, because the server's imports take several
-                # seconds.
+                # Signals are not delayed during this wait, because the server's imports take
+                # several seconds.
                 self._line(None)
                 self._is_ready = True
             with signals_waiting():

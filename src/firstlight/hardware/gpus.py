@@ -22,9 +22,9 @@ from firstlight.errors import ConfigError
 _MIB = 2**20
 
 
-#: Rate of fp8 matrix products as a multiple of the bf16 rate, for all GPUs in the table that have
-#: fp8 units. The rates are from the data sheets; for GeForce cards, they are those with
-#: accumulation in fp32.
+#: Rate of fp8 matrix products as a multiple of the bf16 rate. According to the data sheets, this
+#: multiple is the same for all GPUs in the table that have fp8 units. For GeForce cards, it applies
+#: to accumulation in fp32.
 FP8_SPEEDUP = 2.0
 
 
@@ -222,8 +222,8 @@ _BRANDS = re.compile(
     r"\b(?:nvidia|geforce|tesla|amd|apple|macbook|mac|instinct|quadro|graphics|generation|gpu|sxm\d?|hbm3e?)\b"
 )
 
-#: Words in the name of a GPU that indicate a different device, such as a laptop GPU or a MIG
-#: partition.
+#: Words that indicate a different device than the GPU with the same name in the table, such as a
+#: laptop GPU or a MIG partition.
 _OTHER_DEVICE = re.compile(r"\b(?:d|max-q|laptop|mobile|mig)\b")
 
 
@@ -277,8 +277,8 @@ def _without_memory(words: frozenset[str]) -> frozenset[str]:
 
 
 def _nearest(name: str) -> str:
-    """Return advice that lists up to four of the nearest names, ordered by the number of words they
-    share with the given name and then by similarity.
+    """Return advice that lists up to four of the nearest names. Names that share more words with
+    the given name come first. Names that share the same number of words are ordered by similarity.
     """
     wanted = _without_memory(_words(name))
 

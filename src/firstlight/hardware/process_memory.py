@@ -1,9 +1,9 @@
 """Measure the memory use of this process, either as resident memory or as allocated bytes.
 
-Resident memory is counted by the kernel. It includes the pages of a memory-mapped file that have
+Resident memory is counted by the kernel and includes the pages of memory-mapped files that have
 been accessed. It is read from /proc/self/status, because `ru_maxrss` starts at the parent's peak on
-Linux. If the peak can't be reset because /proc/self/clear_refs is not writable, the peak since the
-start of the process is returned. Without /proc, `ru_maxrss` is used.
+Linux. Without /proc, `ru_maxrss` is used. If /proc/self/clear_refs is not writable, the peak can't
+be reset, and the peak since the start of the process is returned.
 
 Allocated bytes are counted by the C library, which must be glibc 2.33 or later. `AllocatedPeak`
 reads them. They include tensors and library buffers, but neither code nor freed memory that the
@@ -70,8 +70,9 @@ def begin_peak() -> int:
 
 
 def peaks(device: torch.device, level: int) -> tuple[int, int]:
-    """Return the peak of the process's resident memory above `level`, and its total peak, since
-    `begin_peak` was called. Both are in bytes. On a GPU, both are the peak of torch's allocator.
+    """Return two peaks since `begin_peak` was called, in bytes: the peak of the process's resident
+    memory above `level`, and the total peak of resident memory. On a GPU, both values are the peak
+    of torch's allocator.
     """
     import torch
 
@@ -84,9 +85,9 @@ def peaks(device: torch.device, level: int) -> tuple[int, int]:
     return peak - level, peak
 
 
-#: Time in seconds between two readings of the allocator's counters, first for the first steps and
-#: then for later steps. Later steps are read less often, because their speed is measured. One
-#: reading took 0.4 ms with the demo's recipe on 2 cores of an AMD EPYC.
+#: Time in seconds between two readings of the allocator's counters. The first constant applies to
+#: the first steps, and the second to later steps. Later steps are read less often, because their
+#: speed is measured. One reading took 0.4 ms with the demo's recipe on 2 cores of an AMD EPYC.
 _DENSE_SECONDS, _SPARSE_SECONDS = 0.005, 0.1
 
 
@@ -101,7 +102,7 @@ class _Mallinfo2(ctypes.Structure):
     )
 
 
-#: Maximum fraction of time spent on taking samples.
+#: Maximum fraction of the time that is spent on reading the counters.
 _MOST_SHARE = 0.05
 
 
@@ -128,12 +129,13 @@ def allocated_bytes() -> int | None:
 
 
 class AllocatedPeak:
-    """Peak of the allocated bytes above a baseline called the level. A thread samples the allocated
-    bytes. Use this class as a context manager, which stops the thread on exit.
+    """Measures the peak of the allocated bytes above a baseline, which is called the level. The
+    allocated bytes are sampled by a thread. Use this class as a context manager, so that the thread
+    is stopped on exit.
 
-    The level is the number of allocated bytes that the caller does not count itself. It rises
-    during a run, because libraries allocate buffers and compile kernels. Call `find_level` to
-    measure it again whenever the caller's own count is known.
+    The level is the number of allocated bytes that the caller does not count, such as the buffers
+    and compiled kernels of libraries. It rises during a run. Call `find_level` to measure it again
+    whenever the number of bytes counted by the caller is known.
     """
 
     def __init__(self) -> None:
@@ -194,7 +196,7 @@ class AllocatedPeak:
         while not self._end.is_set():
             began = time.perf_counter()
             self.look()
-            # glibc locks the heap while it counts, and visits every free block. In a process that
+            # While counting, glibc locks the heap and visits every free block. In a process that
             # has loaded long documents or large vocabularies, a sample takes tens of milliseconds.
             taken = time.perf_counter() - began
             self._end.wait(max(self._seconds, taken / _MOST_SHARE))
