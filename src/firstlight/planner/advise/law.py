@@ -1,5 +1,5 @@
-"""Scaling law for the expected loss, and facts about the machine, the text and the model that
-determine which model is chosen."""
+"""Compute the expected loss with a scaling law, and define the facts about the machine, the text
+and the model on which the choice of a model is based."""
 
 from __future__ import annotations
 
@@ -36,16 +36,16 @@ class MachineFacts:
     Attributes:
         name: name of the device.
         kind: "cpu", "cuda" or "mps".
-        rates: (training FLOPs per token, tokens per second) for each of several models, smallest
-            model first.
+        rates: pairs (training FLOPs per token, tokens per second) for models of several sizes,
+            smallest model first.
         usable_bytes: memory that a run can use, in bytes.
         origin: where the rates come from, as shown to the user.
         compiler: properties of torch.compile on this machine; None if torch.compile does not
             support this device.
-        steps: (training FLOPs per token, seconds of a step with few tokens) for each of several
-            models, smallest model first. On a GPU, such a step takes as long as launching its
-            kernels. The list is empty for a CPU, on which a step with few tokens is short. Both
-            `steps` and `rates` are measured without torch.compile.
+        steps: pairs (training FLOPs per token, seconds of a step with few tokens) for models of
+            several sizes, smallest model first. On a GPU, a step with few tokens takes as long as
+            launching its kernels. The list is empty for a CPU, because a step with few tokens is
+            short there. Both `steps` and `rates` apply to training without torch.compile.
         is_busy: True if other programs kept the cores busy while the speed was measured.
     """
 
@@ -90,9 +90,9 @@ class MachineFacts:
 
 
 def _on_line(points: Sequence[tuple[float, float]], place: float) -> float:
-    """Return the value at `place`, interpolated linearly between (place, value) points that are
-    sorted by place. Beyond the first and last points, the value is extrapolated. The slope is never
-    negative."""
+    """Return the value at `place` by linear interpolation between (place, value) points, which must
+    be sorted by place. Before the first point and after the last point, the value is extrapolated.
+    The slope is never negative."""
     index = next((i for i, (one, _) in enumerate(points[1:-1], 1) if one > place), -1)
     (low, first), (high, second) = points[index - 1], points[index]
     return first + max((second - first) / (high - low), 0.0) * (place - low)
@@ -206,13 +206,13 @@ class ModelSize:
 
 
 def worth_of_bytes(read: float, unique: float) -> float:
-    """Return the number of bytes of new text that would be worth as much as reading the same text
-    repeatedly.
+    """Return the number of bytes of new text that would reduce the loss as much as reading a
+    shorter text repeatedly.
 
     Source: Muennighoff et al. 2023 (arXiv 2305.16264), equation 5.
 
     Args:
-        read: number of bytes that are read, including repetitions.
+        read: number of bytes that training reads, including repetitions.
         unique: number of bytes of the text, without repetitions.
     """
     if read <= unique:
@@ -268,9 +268,9 @@ def longer_text(text: TextFacts, factor: float, *, keeps_vocabulary: bool) -> Te
 
     Args:
         text: facts about the text.
-        factor: length of the longer text as a multiple of the text's length; above 1.
-        keeps_vocabulary: True to keep the text's vocabulary size; False to use the usual size for
-            the longer text.
+        factor: length of the longer text divided by the length of `text`; above 1.
+        keeps_vocabulary: True to keep the vocabulary size of `text`; False to use the usual
+            vocabulary size for the longer text.
     """
     whole = factor * (text.train_tokens + text.val_tokens) * text.bytes_per_token
     size = text.vocab_size
