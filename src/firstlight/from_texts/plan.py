@@ -36,7 +36,8 @@ class Choice:
     reason: str
 
     def unless_given(self, fixed: Mapping[str, Any]) -> Choice:
-        """Return this choice. If `fixed` contains the key, return a choice with the user's value."""
+        """Return this choice. If `fixed` contains the key, return a choice with the user's
+        value."""
         return Choice(self.key, fixed[self.key], "given") if self.key in fixed else self
 
 
@@ -612,7 +613,8 @@ class RunPlan(ABC):
             yield f"more text: {self.choices.advice}"
 
     def table(self) -> Iterator[str]:
-        """Yield lines for the user: a blank line and the table of all choices with their reasons."""
+        """Yield lines for the user: a blank line and the table of all choices with their
+        reasons."""
         yield ""
         rows = self.first_rows()
         if given := self.request.val_inputs:

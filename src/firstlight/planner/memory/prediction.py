@@ -295,7 +295,8 @@ def rounded(size: int) -> int:
 
 @dataclass(eq=False)
 class _Block:
-    """A block of memory within a segment, linked to the neighbouring blocks `before` and `after`."""
+    """A block of memory within a segment, linked to the neighbouring blocks `before` and
+    `after`."""
 
     size: int
     address: int

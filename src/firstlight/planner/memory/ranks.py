@@ -84,7 +84,8 @@ def of_one_rank(
 
 
 def _of_the_host(recipe: ResolvedRecipe, processes: int) -> Iterator[str]:
-    """If all processes together need much CPU memory at the start of a run, yield a note about it."""
+    """If all processes together need much CPU memory at the start of a run, yield a note about
+    it."""
     # The weights are created in fp32. Each stage of a pipeline creates only its own layers.
     own = 4 * count_parameters(meta_model(recipe.model)).total / recipe.distributed.pipeline
     if processes * own >= _MUCH:
@@ -427,7 +428,8 @@ def own_part(recipe: ResolvedRecipe, processes: int) -> ResolvedRecipe:
 
 
 def why_not_cut(model: ModelConfig, cut: DistributedConfig) -> Iterator[str]:
-    """Yield the reasons why a model can't be divided among processes as configured, as sentences."""
+    """Yield the reasons why a model can't be divided among processes as configured, as
+    sentences."""
     if cut.tensor_parallel > 1:
         yield from unshardable(model, cut.tensor_parallel)
     if cut.pipeline > 1:

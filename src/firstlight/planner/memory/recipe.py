@@ -315,7 +315,8 @@ def _micro_batches(program: TrainingProgram, batch: Batch) -> list[Batch]:
 
 @contextlib.contextmanager
 def _traced(planned: Equivalent, target: Target) -> Iterator[tuple[Tracer, TrainingProgram, Batch]]:
-    """Trace all code that runs in the context. Yield the tracer, the recipe's program, and a batch."""
+    """Trace all code that runs in the context. Yield the tracer, the recipe's program, and a
+    batch."""
     recipe, tracer = planned.recipe, Tracer()
     lists = (lambda _: spec.LIST_VALUES) if target.kind == "cuda" else spec.list_values
     with (
@@ -627,7 +628,8 @@ def padded_logits_bytes(recipe: ResolvedRecipe, target: Target) -> int:
 
 
 def with_temporary(prediction: MemoryPrediction, phase: str, size: int) -> MemoryPrediction:
-    """Return the prediction with a temporary tensor of `size` bytes added at the peak of a phase."""
+    """Return the prediction with a temporary tensor of `size` bytes added at the peak of a
+    phase."""
     if not size or phase not in prediction.phases:
         return prediction
     peak = prediction.phases[phase]

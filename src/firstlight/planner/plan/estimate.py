@@ -122,7 +122,8 @@ class Estimate:
 
     @property
     def needed_bytes(self) -> int:
-        """Memory in bytes that each device needs for training, evaluations and saving checkpoints."""
+        """Memory in bytes that each device needs for training, evaluations and saving
+        checkpoints."""
         return max((p.total_bytes for p in (self.training, self.evaluation) if p), default=0)
 
     @property
