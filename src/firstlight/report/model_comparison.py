@@ -20,5 +20,6 @@ def write_page(comparison: ModelComparison, path: Path) -> None:
 
 
 def _strength(segment: Segment) -> int:
-    """Return the strength of a segment's colour: its difference in bits, at most 4."""
+    """Return the intensity of a segment's colour, which is the difference between the models in
+    bits, limited to 4."""
     return min(round(abs(segment.after - segment.before)), 4)

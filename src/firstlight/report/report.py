@@ -1,9 +1,9 @@
 """Write the report of one or several runs, which consists of an HTML page and a PNG picture.
 
 A page is a single self-contained file, rendered from the templates in `pages/`. It does not load
-any other files. Its Content-Security-Policy allows only its inline style and script, which are
-identified by their hashes, and the styles in the markup of its charts. Without JavaScript, only the
-read-out of values under the pointer is missing. Texts from a run are escaped.
+any other files. Its Content-Security-Policy allows only the inline style and script, which are
+identified by their hashes, and the styles in the markup of charts. JavaScript is used only to show
+the values under the pointer. All strings from a run are escaped.
 """
 
 from __future__ import annotations
@@ -65,9 +65,9 @@ from firstlight.report.summary import (
 from firstlight.run_log.names import HTML_NAME, REPORT_NAME
 from firstlight.run_log.reader import Metrics, RunRecord, Series, read_run, require_run, smoothed
 
-#: HTML element that identifies a page as a report.
+#: HTML element by which a page is recognized as a report.
 GENERATOR = b'<meta name="generator" content="firstlight report">'
-#: Number of bytes at the beginning of a file in which to search for `GENERATOR`.
+#: `GENERATOR` is searched for in this number of bytes at the beginning of a file.
 _HEAD_BYTES = 2000
 #: Default file name for the comparison of several runs.
 COMPARISON_NAME = "comparison.html"
@@ -75,7 +75,7 @@ COMPARISON_NAME = "comparison.html"
 
 def draw_report(run_folder: Path) -> Path:
     """Write report.png and report.html of a run to its folder. Return the path of report.png. The
-    run may still be active.
+    run may still be in progress.
 
     Args:
         run_folder: run folder of `train`, which contains metrics.jsonl.
@@ -151,11 +151,11 @@ def write_report(folders: Sequence[Path], out: Path | None = None) -> WrittenRep
 
 
 def require_replaceable(page: Path, picture: Path | None = None, *, option: str = "--out") -> None:
-    """Raise an error if the name of a page does not end in .html or .htm, or if the page or
-    picture would replace a file that is not a report.
+    """Raise an error if the name of a page does not end in .html or .htm, or if the page or picture
+    would overwrite a file that is not a report.
 
     Args:
-        page, picture: paths of the page and, if there is one, of the picture.
+        page, picture: paths of the page and the picture; `picture` is None if there is no picture.
         option: name of the option with the page's path.
     """
     if page.suffix.lower() not in (".html", ".htm"):
@@ -281,8 +281,8 @@ _MEANINGS = {name.lower(): meaning for name, meaning in _TERMS.items()}
 
 
 def explained(text: object) -> Markup:
-    """Escape a text, and add explanations to the technical terms in `_TERMS`. An explanation is
-    shown when the reader points at the term, taps it or reaches it with the keyboard.
+    """Escape a string, and add explanations to the technical terms in `_TERMS`. An explanation is
+    shown when the reader points at the term, taps it or moves the keyboard focus to it.
     """
     term = Markup('<span class="term" tabindex="0">{}<span class="meaning">{}</span></span>')
     # Because the pattern contains a group, `split` returns the terms at the odd indices.
@@ -294,10 +294,10 @@ def explained(text: object) -> Markup:
 
 # Charts
 
-#: Width and height in pixels of each chart's drawing before the page scales it, and of the
-#: additional drawing of charts that span a wide page.
+#: Width and height of a chart in pixels before it is scaled by the page. The second size is used
+#: for the additional drawing of charts that span a wide page.
 _SIZE, _WIDE_SIZE = (420, 225), (1060, 330)
-#: Number of buckets of thinned curves (see `thin`) per pixel of a drawing.
+#: Number of buckets per pixel of a drawing into which `thin` divides curves.
 _BUCKETS_PER_PIXEL = 0.7
 
 
@@ -307,7 +307,7 @@ def _figure(
     """Return the arguments for the `figure` macro of the templates.
 
     Args:
-        identity: id of the element, unique within the page.
+        identity: id of the HTML element. It must be unique within the page.
         chart: the chart.
         switch: True to let the reader switch between a linear and a logarithmic axis.
         log: True to show the logarithmic axis initially if there is a switch.
@@ -323,8 +323,8 @@ def _figure(
         "id": identity,
         "chart": chart,
         "drawings": _drawings(chart, both=switch, wide=wide),
-        # CSS class and name of each legend entry. There are entries for the curves that are not
-        # faint and for the kinds of marks.
+        # CSS class and name of each legend entry. There is an entry for each curve that is not
+        # faint and for each kind of event.
         "legend": legend,
         "log": log and switch,
         "switch": switch,
@@ -360,7 +360,7 @@ def _drawings(chart: Chart, *, both: bool, wide: bool) -> Markup:
 _MAX_EVENTS = 500
 
 #: Keys of metrics that are omitted from the section with additional metrics, because they are shown
-#: elsewhere on the page or derived from another key.
+#: elsewhere on the page or are derived from other metrics.
 _SHOWN = {
     "train/loss",
     "val/loss",
@@ -429,7 +429,7 @@ def _progress(run: RunRecord, findings: Sequence[Finding]) -> dict[str, str]:
     if most is None:
         return {"state": "", "progress": counted(step, "step")}
     if step >= most:
-        # The class "complete" is shown in green, and is used only for runs without findings.
+        # The class "complete" is shown in green, so it is used only for runs without findings.
         state = "" if findings else "complete"
         complete = f"complete: {counted(step, 'step')}"
         return {"state": state, "progress": ", ".join([complete, *kinds])}
@@ -467,7 +467,7 @@ def _when(text: str) -> str:
 
 @dataclass(frozen=True)
 class KeyFigure:
-    """A number shown in large type, with its name, its unit and a note."""
+    """A key figure that is shown in large type, with its name, its unit and a note."""
 
     name: str
     value: str
@@ -518,8 +518,9 @@ def _beside_throughput(numbers: Mapping[str, Any]) -> str:
 
 
 def loss_chart(run: RunRecord, findings: Sequence[Finding]) -> Chart:
-    """Return the chart of a run's losses and events. It shows the training loss, both per step and
-    smoothed, the validation loss, and the loss on fixed rows of the training split.
+    """Return the chart of a run's losses and events. It shows the training loss per step, the
+    smoothed training loss, the validation loss, and the loss on a fixed sample of the training
+    split.
     """
     raw = run.metrics.series("train/loss")
     lines = [
@@ -681,15 +682,17 @@ def chosen_samples(
 ) -> tuple[list[tuple[str, list[tuple[str, str]]]], str]:
     """Return the samples to show, with the newest first.
 
-    If the samples exceed `_MAX_SAMPLES` bytes in total, only every second (or fourth, eighth, ...)
-    step is used, counting back from the last step.
+    If the samples exceed `_MAX_SAMPLES` bytes in total, only the samples of every second step are
+    shown, counting back from the last step. If they are still too large, only every fourth step is
+    shown, and so on.
 
     Args:
         samples: lines of samples.jsonl.
 
     Returns:
-        ((step number as text, (prompt, text) pairs) for each step; note about omitted steps, or ""
-        if there are none).
+        A tuple of two values. The first value contains, for each step, the step number as a string
+        and the list of (prompt, text) pairs. The second value is a note about omitted steps, or ""
+        if no steps are omitted.
     """
     steps = [
         (f"{step:,}", [(shortened(line["prompt"]), shortened(line["text"])) for line in lines])
@@ -718,8 +721,9 @@ def shortened(text: str) -> str:
 _CHART_INCHES = 2.6
 _TITLE_INCHES = 0.4
 _LINE_INCHES = 0.14
-#: Number of characters in a line that spans the picture, maximum number of lines in a column of
-#: samples, and minimum number of lines per column if there are several columns.
+#: Layout of the samples in a picture: the number of characters in a line that spans the picture,
+#: the maximum number of lines in a column, and the minimum number of lines per column if there are
+#: several columns.
 _CHARACTERS = 160
 _MAX_LINES = 18
 _FEWEST_LINES = 6
@@ -729,8 +733,7 @@ _MAX_PICTURE_TEXT = 10_000
 
 def picture_of(run: RunRecord) -> bytes:
     """Return the picture of a run as PNG bytes."""
-    # Use Figure instead of pyplot, because pyplot would look for a window system and keep global
-    # state.
+    # Use Figure instead of pyplot, because pyplot looks for a window system and keeps global state.
     from matplotlib.figure import Figure
 
     findings = findings_of(run)
@@ -775,8 +778,8 @@ def loss_picture(run: RunRecord) -> bytes:
 
 
 def comparison_picture(found: RunComparison) -> bytes:
-    """Draw the losses of several runs by steps, tokens and hours, and return the picture as PNG
-    bytes.
+    """Draw the losses of several runs as functions of steps, tokens and hours, and return the
+    picture as PNG bytes.
     """
     from matplotlib.figure import Figure
 
@@ -800,7 +803,7 @@ def _sample_columns(samples: Sequence[Mapping[str, Any]]) -> list[list[str]]:
     for sample in samples:
         if sample["step"] != samples[-1]["step"]:
             continue
-        # Discard text that certainly does not fit in the picture.
+        # Discard text that can't fit in the picture in any case.
         text = (sample["prompt"] + sample["text"])[:_MAX_PICTURE_TEXT].expandtabs(4)
         for line in text.splitlines():
             lines += textwrap.wrap(line, _CHARACTERS, drop_whitespace=False) or [""]
