@@ -1,4 +1,4 @@
-"""The search space of `firstlight tune`, and the recipe of a trial.
+"""Define the search space of `firstlight tune`, and create the recipes of trials.
 
 A trial is a shortened run of the recipe. The schedule and all other values that count steps are
 scaled to the length of the trial. The learning rate therefore decays to the same value as at the
@@ -25,7 +25,7 @@ from firstlight.recipe.load import changed_recipe, parse_yaml
 #: Number of evaluations in a trial. The last evaluation is at the end of the trial.
 POINTS = 6
 
-#: Recipe sections whose keys can be searched. These keys affect the result of training.
+#: Recipe sections whose keys can be searched, because they affect the result of training.
 _SECTIONS = (
     "model",
     "init",
@@ -75,11 +75,11 @@ class SearchKey:
 
     Attributes:
         key: `section.key`.
-        choices: YAML texts of the values; empty for a range.
+        choices: the values as YAML text; empty for a range.
         low: lower end of the range, inclusive.
         high: upper end of the range, inclusive.
         log: True to sample the range on a logarithmic scale.
-        whole: True if the range contains only integers.
+        whole: True to sample only integers from the range.
     """
 
     key: str
@@ -98,7 +98,7 @@ class SearchKey:
 
     def rounded(self, value: Value) -> Value:
         """Round a sampled number to three significant digits for readability, and clamp it to the
-        range. Return texts and integers unchanged."""
+        range. Return strings and integers unchanged."""
         if isinstance(value, str) or self.whole:
             return value
         return min(max(float(f"{value:.3g}"), self.low), self.high)
@@ -136,7 +136,7 @@ def parse_search(text: str) -> SearchKey:
 
 
 def _choices(key: str, values: str) -> tuple[str, ...]:
-    # A comma inside brackets, as in [0.9,0.95], is part of a value.
+    # A comma inside brackets belongs to the value, as in [0.9,0.95].
     choices = tuple(part.strip() for part in re.split(r",(?![^\[]*\])", values))
     if len(set(choices)) < 2 or "" in choices:
         raise ConfigError(
@@ -233,9 +233,9 @@ def own_values(keys: Sequence[SearchKey], recipe: Recipe, warmup_ratio: float) -
 def with_values(recipe: Recipe, values: Mapping[str, Value], seq_len: int) -> Recipe:
     """Return the recipe of the full run with the values of a trial.
 
-    A searched key replaces its alternatives; for example, `warmup_ratio` replaces `warmup_steps`.
-    If the batch size changes, the number of steps is adjusted so that the number of tokens stays
-    the same.
+    A searched key replaces alternative keys in the recipe. For example, `warmup_ratio` replaces
+    `warmup_steps`. If the batch size changes, the number of steps is adjusted so that the total
+    number of tokens stays the same.
 
     Args:
         recipe: the recipe as written by the user.
@@ -263,7 +263,8 @@ def with_values(recipe: Recipe, values: Mapping[str, Value], seq_len: int) -> Re
 
 
 def require_keys(keys: Sequence[SearchKey], recipe: Recipe) -> None:
-    """Check that each value of the searched keys is valid together with the recipe's other values.
+    """Check that each value in the search space is valid together with the remaining values of the
+    recipe.
 
     Raises:
         ConfigError: a key is repeated, or the recipe is invalid with one of the values.
@@ -294,7 +295,7 @@ def step_tokens(recipe: Recipe, seq_len: int) -> int:
     """Return the number of tokens per optimizer step in a run with one process.
 
     Raises:
-        ConfigError: the batch is not a multiple of the micro-batch.
+        ConfigError: the global batch size is not a multiple of the micro-batch size.
     """
     if recipe.batch.global_batch_tokens is not None:
         return recipe.batch.global_batch_tokens
