@@ -2,8 +2,8 @@
 learning rates and the schedule.
 
 The choices depend on the text, the machine and the length of the run. Each choice has a recipe key,
-a value, and a sentence that explains the value. Values set by the user are kept, and the remaining
-settings are chosen to fit them.
+a value, and a sentence that explains the value. Values set by the user are not changed, and the
+remaining settings are chosen to match them.
 """
 
 from __future__ import annotations
@@ -71,8 +71,8 @@ def choose_vocabulary(facts: CorpusFacts, fixed: Mapping[str, Any]) -> Choice:
 
 
 def check_given(request: Request) -> None:
-    """Reject invalid values set by the user before any text is read. Values that do not fit any
-    candidate model are also invalid.
+    """Reject invalid values set by the user before any text is read. Values that no candidate model
+    supports are also rejected.
 
     Raises:
         ConfigError: see `Request.check` and `choose`.
@@ -154,7 +154,8 @@ def choose(
     def with_text(more: TextFacts) -> _Candidate:
         return _best_of_all(more, machine, length, fixed, size=size)[0]
 
-    # With a different vocabulary, the given size could select a different model, or no valid model.
+    # With a different vocabulary size, the parameter count given by the user could select a
+    # different model, or no valid model at all.
     keeps_vocabulary = size is not None or any(key.startswith("model.") for key in given)
     within = (
         "with the same number of tokens" if length.seconds is None else "within the same budget"
@@ -175,7 +176,7 @@ def _best_of_all(
     *,
     size: str | None,
 ) -> tuple[_Candidate, int]:
-    """Return the best candidate and the number of candidates. The arguments are those of `choose`.
+    """Return the best candidate and the number of candidates. For the arguments, see `choose`.
 
     Raises:
         ConfigError: see `choose`.
@@ -211,8 +212,8 @@ def _candidate(
     *,
     fixed: Mapping[str, Any],
 ) -> _Candidate:
-    """Return a candidate model with its batch size, the number of steps that fit in the available
-    time, and its expected loss. Long runs use longer sequences."""
+    """Return a candidate model and its run, including the batch size, the number of steps that fit
+    in the available time, and the expected loss. Long runs use longer sequences."""
     given = given_batch(fixed, shape.seq_len)
     unit = given_unit(fixed, shape.seq_len)
     size = STATE_BYTES * shape.parameters
@@ -258,8 +259,8 @@ def _candidate(
 def _reason_of_width(
     best: _Candidate, size: str | None, fixed: Mapping[str, Any], candidates: int
 ) -> str:
-    """Return the reason for the width of the best candidate. `candidates` is the number of
-    candidates."""
+    """Return text that explains why the best candidate's width was chosen. `candidates` is the
+    number of candidates."""
     if size is not None:
         return "the given size" if size in defaults.SIZES else f"the size nearest to {size}"
     if candidates == 1:
@@ -275,7 +276,7 @@ def _model_choices(shape: ModelSize, reason: str, fixed: Mapping[str, Any]) -> I
 
     Args:
         shape: chosen model size.
-        reason: reason for the width.
+        reason: text that explains the choice of the width.
         fixed: values given by the user, keyed by `section.key`.
     """
     layout = {key: value for key, value in defaults.LAYOUT.items() if key.startswith("model.")}
@@ -365,8 +366,8 @@ def _length_choices(
         if run.seconds < defaults.EARLY * length.seconds:
             reason = "upper limit; the epoch limit ends the run earlier"
         else:
-            # With a higher limit on epochs, the run fills its time even if steps are faster than
-            # measured.
+            # Raise the limit on epochs, so that the run uses all of its time even if steps are
+            # faster than measured.
             most /= defaults.EARLY
         yield Choice("schedule.max_minutes", minutes, reason)
         # The limit on epochs is also set for runs that are expected to stay far below it. A machine
@@ -381,7 +382,7 @@ def _length_choices(
         passes = f"{run.tokens:,} tokens, {counted(epochs, 'epoch', '.2g')}"
         yield Choice("schedule.max_steps", run.steps, passes)
     yield run.warmup(2)
-    # Warm-up and decay must fit in the run.
+    # Together, the warm-up and the decay must not take more steps than the run has.
     rising = fixed.get("schedule.warmup_ratio", 0.0)
     schedule["schedule.decay_fraction"] = min(schedule["schedule.decay_fraction"], 1 - rising)
     for key, value in schedule.items():
@@ -444,9 +445,9 @@ def _advice(
 def candidate_shapes(
     vocab_size: int, fixed: Mapping[str, Any], size: str | None = None
 ) -> list[ModelSize]:
-    """Return the candidate models: the shapes in `defaults.SHAPES`, or the single shape of a given
-    size. A width or depth set by the user is kept. If the user sets the number of heads, widths
-    must be divisible by that number.
+    """Return the shapes of the candidate models. These are the shapes in `defaults.SHAPES` or, if
+    `size` is given, a single shape. A width or depth set by the user is used for all candidates. If
+    the user sets the number of attention heads, all widths are divisible by this number.
 
     Args:
         vocab_size: vocabulary size of the tokenizer.
@@ -507,8 +508,9 @@ def _fits_heads(width: int, fixed: Mapping[str, Any]) -> bool:
 
 
 def _seq_len(width: int, fixed: Mapping[str, Any]) -> int:
-    """Return the sequence length: the length set by the user or, by default, the usual length for
-    the model's width. It is limited to the context length if the user has set one.
+    """Return the sequence length that the user has set. If the user has not set it, return the
+    usual sequence length for the model's width, limited to the context length if the user has set
+    one.
     """
     usual = next(seq_len for most, seq_len in defaults.SEQ_LENS if width <= most)
     context = fixed.get("model.max_position_embeddings") or usual
@@ -516,8 +518,9 @@ def _seq_len(width: int, fixed: Mapping[str, Any]) -> int:
 
 
 def _of_size(size: str, vocab_size: int, fixed: Mapping[str, Any]) -> Sequence[tuple[int, int]]:
-    """Return the shape of a named size, or the shape nearest to a parameter count among the shapes
-    that fit the given number of heads. The result is a list with one element."""
+    """Return a list with one shape for the given size. If `size` is a parameter count, this is the
+    shape with the nearest parameter count whose width is valid with the number of heads that the
+    user has set."""
     if size in defaults.SIZES:
         return [defaults.SIZES[size]]
     wanted = parameters_of(size)

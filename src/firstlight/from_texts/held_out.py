@@ -83,8 +83,8 @@ class NearDuplicates:
             if similarity(found, self._sketches[other]) >= _SIMILAR
         ]
         if similar:
-            # The document joins the earliest similar group. Validation documents are added first,
-            # so their groups take precedence.
+            # If several groups are similar, the document is added to the earliest one. Validation
+            # documents are added first, so their groups take precedence.
             self.groups[number] = min(similar)
         if len(set(similar)) > 1:
             self.bridged.update(similar)
@@ -111,8 +111,8 @@ def sketch(text: str) -> Hashes:
     hashes = (before[_SHINGLE_BYTES:] - before[:count]) * inverses[:count]
     hashes ^= hashes >> np.uint64(32)
     hashes *= np.uint64(_BASE)
-    # Repeated windows have equal hashes. Take more hashes than needed, because duplicates are
-    # removed.
+    # Windows with the same text have equal hashes. More hashes than needed are selected here,
+    # because duplicates are removed afterwards.
     most = min(4 * _SKETCH, count)
     return np.unique(np.partition(hashes, most - 1)[:most])[:_SKETCH]
 
@@ -140,8 +140,8 @@ def _powers() -> tuple[Hashes, Hashes]:
     return found[0], found[1]
 
 
-#: Fraction of a corpus's bytes to hold out, and maximum number of held-out bytes. More held-out
-#: text would hardly improve the estimate of the loss.
+#: Fraction of the bytes of a corpus that are held out, and maximum number of held-out bytes. More
+#: held-out text would hardly improve the estimate of the loss.
 HELD_OUT_SHARE = 0.1
 HELD_OUT_BYTES = 1 << 20
 
@@ -171,11 +171,11 @@ class HeldOut:
     left_out_bytes: int = 0
 
     def splitter(self) -> SplitOf:
-        """Return a function from a document's text to its split, for a single pass over the
-        documents in order.
+        """Return a function that receives the text of a document and returns its split. Use the
+        function for a single pass over the documents in their original order.
 
-        The function returns None for a document to skip, such as a duplicate of an earlier
-        document, and "tail" for a document whose end is held out.
+        The function returns None for documents to skip, such as duplicates of earlier documents. It
+        returns "tail" for documents whose end is held out.
         """
         seen: set[bytes] = set()
 

@@ -47,8 +47,8 @@ _CUTS = frozenset({"batch.micro_batch_size", "batch.gradient_accumulation_steps"
 
 
 def facts_for_model(recipe: ResolvedRecipe, machine: Machine) -> MachineFacts:
-    """Return the machine with its speed for a recipe's model without torch.compile. The speed is
-    measured on a CPU and predicted for a GPU.
+    """Return facts about the machine, including its speed for the model of a recipe without
+    torch.compile. The speed is measured on a CPU and predicted for a GPU.
 
     Raises:
         ConfigError: the GPU's speed is unknown.
@@ -104,14 +104,14 @@ class FittedRecipe:
 def fitted_recipe(
     plan: RunPlan, folder: Path | None = None, length: Callable[[], Length] | None = None
 ) -> FittedRecipe:
-    """Return a plan's recipe, with the micro-batch size halved until the run fits in memory. If the
-    user has set the size or the number of micro-batches, that value is kept.
+    """Return the recipe of a plan after halving its micro-batch size until the run fits in memory.
+    If the user has set the size or number of micro-batches, the micro-batch size is not changed.
 
     Args:
         plan: plan of the run.
         folder: run folder; None if the plan is only shown and not trained.
         length: function that returns the remaining length of the run; None to keep the length in
-            the plan. It is called last, because fitting the recipe takes time.
+            the plan. It is called last, because finding a micro-batch size that fits takes time.
     """
     # The tokenizer may have fewer tokens than the requested vocab_size.
     overrides = [one for one in plan.request.overrides if one[0] != "model.vocab_size"]
@@ -210,7 +210,7 @@ class KnownForecast:
     def forecast(
         self, recipe: ResolvedRecipe, hardware: Hardware, processes: int
     ) -> Forecast | None:
-        """Return the existing forecast; the arguments are ignored. See `Forecaster.forecast`."""
+        """Return the existing forecast. The arguments of `Forecaster.forecast` are ignored."""
         return self._forecast
 
     def advise(self, recipe: ResolvedRecipe, hardware: Hardware, processes: int) -> str | None:

@@ -1,5 +1,5 @@
-"""Measure how hard text is to learn by compressing a sample of it with xz and with n-gram models. A
-measurement takes one to four seconds."""
+"""Measure how difficult text is to learn, by compressing a sample of the text with xz and with
+n-gram models. This takes one to four seconds."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from firstlight.planner.advise.law import Hardness
 _PIECE, _KEPT = 1 << 13, 5 << 19
 #: Maximum number of characters on which the n-gram models are trained and tested.
 _TRAINED, _TESTED = 1 << 20, 3 << 16
-#: Minimum number of held-out characters for the test. If there are fewer, one out of every
-#: `_TEST_PART` training pieces is used for testing instead of for training.
+#: Minimum number of held-out characters for testing the n-gram models. If there are fewer, one out
+#: of every `_TEST_PART` training pieces is used for testing instead of for training.
 _FEWEST, _TEST_PART = 1 << 11, 8
 #: Context lengths of the two n-gram models, in characters.
 _CONTEXT, _LONG_CONTEXT = 3, 8
@@ -79,9 +79,9 @@ class TextSample:
             self._characters = sum(len(piece.text) for piece in self._pieces)
 
     def hardness(self, held: HeldOut) -> Hardness:
-        """Use the sample to measure how hard the text is to learn.
+        """Measure how difficult the text is to learn, based on the sample.
 
-        If there is too little text for a measurement, assume the n-gram bits of ordinary text.
+        If there is too little text for a measurement, the n-gram bits of ordinary text are assumed.
         """
         train, test = [], []
         for piece in self._pieces:
@@ -102,13 +102,13 @@ class TextSample:
         bits = ngram_bits(_codes(known), _codes(wanted), _LONG_CONTEXT)
         short = max(bits[_CONTEXT], defaults.LEAST_NGRAM_BITS)
         ratio = max(bits[_LONG_CONTEXT], defaults.LEAST_NGRAM_BITS) / short
-        # The held-out text is compressed in its original order. If the pieces were in random order,
-        # xz would miss repetitions.
+        # The held-out pieces are compressed in their original order. In random order, xz would find
+        # fewer repetitions.
         return Hardness(xz, short, ratio, xz_bits_per_byte("".join(test).encode("utf-8")))
 
 
 def xz_bits_per_byte(data: bytes) -> float:
-    """Return the size of data when compressed with xz, in bits per byte."""
+    """Return the size of the data after compression with xz, in bits per byte."""
     xz = lzma.LZMACompressor()
     return 8 * (compress(xz, data) + len(xz.flush())) / max(len(data), 1)
 

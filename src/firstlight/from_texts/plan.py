@@ -1,4 +1,5 @@
-"""Settings of a run and the printed plan, for training a new model and for fine-tuning."""
+"""Store the chosen settings of a run and format the printed plan, for training a new model and for
+fine-tuning."""
 
 from __future__ import annotations
 
@@ -89,8 +90,8 @@ class Choices:
         return {choice.key for choice in self.choices}
 
     def with_value(self, key: str, value: Any) -> Choices:
-        """Return the choices with a different value for a key. If the key was not chosen, return
-        them unchanged."""
+        """Return the choices with a different value for a key. If the key is not among the chosen
+        keys, return the choices unchanged."""
         return replace(
             self,
             choices=[replace(one, value=value) if one.key == key else one for one in self.choices],
@@ -197,8 +198,8 @@ def compile_ways(
 
 
 def is_displaced(key: str, fixed: Mapping[str, Any]) -> bool:
-    """Return True if the user sets an alternative to `key`, such as warmup_ratio for
-    warmup_steps, or a kind of schedule that does not have `key`."""
+    """Return True if the user sets an alternative to `key`, such as warmup_ratio instead of
+    warmup_steps. Also return True if the user sets a kind of schedule that does not use `key`."""
     from firstlight.optim.schedule import ALTERNATIVES, KINDS_OF_KEYS
 
     section, _, name = key.partition(".")
@@ -209,7 +210,7 @@ def is_displaced(key: str, fixed: Mapping[str, Any]) -> bool:
     return any(f"schedule.{one}" in fixed for keys in groups for one in keys if one != name)
 
 
-#: Bytes per trained parameter in a checkpoint: weight and two moments in fp32.
+#: Bytes per trained parameter in a checkpoint, which contains the weight and two moments in fp32.
 STATE_BYTES = 12
 
 
@@ -249,13 +250,13 @@ class Parts:
     @property
     def share(self) -> float:
         """Fraction of the training loop's time that is reserved for evaluations, sample texts and
-        checkpoints: the usual fraction, or more if needed. The fraction is limited to 0.9, so that
-        models can still be compared if the time is too short."""
+        checkpoints. It is the usual fraction, or a larger fraction if they take more time. It is
+        limited to 0.9, so that models can be compared even if the time is too short."""
         needed = self.seconds / max(self.loop_seconds, 1e-9)
         return min(max(needed, defaults.EVALUATION_SHARE), 0.9)
 
     def share_text(self, seconds: float) -> str:
-        """Return `seconds` as a fraction of the training loop's time, as text."""
+        """Format `seconds` as a fraction of the training loop's time."""
         share = seconds / max(self.loop_seconds, 1e-9)
         return "less than 1%" if share < 0.005 else f"{100 * share:.0f}%"
 
@@ -372,14 +373,14 @@ class PartFacts:
 
 @dataclass(frozen=True)
 class RunFacts:
-    """Length and speed of a run, and the choices that depend on them.
+    """The length and speed of a run, and the settings that depend on them.
 
     Attributes:
         steps: number of optimizer steps.
         batch_tokens: number of tokens per step.
         seq_len: sequence length in tokens.
         rate: training speed in tokens per second.
-        parts: evaluations, sample texts and checkpoints.
+        parts: evaluations, sample texts and checkpoints of the run.
         way: compilation mode of the run.
     """
 
@@ -449,11 +450,11 @@ class RunFacts:
         )
 
     def warmup(self, percent: int) -> Choice:
-        """Choose the length of the warm-up: a percentage of the run, but at least ten steps. In a
-        run of fewer than 100 steps, the warm-up takes 10% of the run.
+        """Choose the length of the warm-up. It is a percentage of the run, but at least ten steps.
+        In a run with fewer than 100 steps, it is 10% of the run.
 
         Args:
-            percent: length of the warm-up in a long run, in percent of the run.
+            percent: length of the warm-up as a percentage of the run, for long runs.
         """
         steps = max(self.steps * percent // 100, min(10, self.steps // 10))
         share = f"{percent}% of the run, at least 10 steps"
@@ -509,7 +510,7 @@ class RunFacts:
 
 #: Lengths of a run, in seconds, that are offered to the user.
 OFFERED_SECONDS = (180.0, 600.0, 3600.0)
-#: Row of the printed table: (name, value, reason).
+#: Row of the printed table, as (name, value, reason).
 Row = tuple[str, str, str]
 
 #: Suggested budgets are this multiple of the expected time, so that they also suffice for slower
@@ -539,7 +540,7 @@ class RunPlan(ABC):
     machine: Machine
     speed: MachineFacts
     choices: Choices
-    # The texts of a plan are not prepared yet.
+    # The text has not been prepared yet when the plan is made.
     data: Mapping[str, Any] = field(default_factory=lambda: {"dir": "unused"})
     prompts: Sequence[str] = ()
     start: str | None = None
@@ -558,7 +559,7 @@ class RunPlan(ABC):
     @property
     @abstractmethod
     def recorded(self) -> dict[str, Any]:
-        """Facts on which the chosen settings are based, included in `record`."""
+        """Facts on which the chosen settings are based. They are part of `record`."""
 
     @abstractmethod
     def choose_again(self, length: Length) -> Self:
@@ -571,7 +572,7 @@ class RunPlan(ABC):
             length: length of the training loop that remains within the budget.
 
         Raises:
-            ConfigError: the time is too short; the message names a sufficient budget.
+            ConfigError: the time is too short. The message suggests a sufficient budget.
         """
         whole, least = self.request.seconds, self.choices.least_seconds
         if whole is None or length.seconds is None or length.seconds >= least:
@@ -588,11 +589,12 @@ class RunPlan(ABC):
 
     @abstractmethod
     def first_rows(self) -> list[Row]:
-        """Return the table rows that come before the choices: name, value and reason."""
+        """Return the rows of the table that come before the chosen settings, as (name, value,
+        reason)."""
 
     @abstractmethod
     def model_lines(self) -> Iterator[str]:
-        """Yield lines for the user with the model, the reason for choosing it, and how it is
+        """Yield lines that tell the user which model was chosen, why it was chosen, and how it is
         trained."""
 
     def expected_result(self) -> str:
@@ -600,7 +602,8 @@ class RunPlan(ABC):
         return ""
 
     def lines(self) -> Iterator[str]:
-        """Yield the plan as a few lines for the user: model, length, expected result and memory."""
+        """Yield a few lines that summarise the plan for the user. They contain the model, the
+        length of the run, the expected result and the memory use."""
         yield from self.model_lines()
         yield from length_lines(self.choices, self.speed, self.data_name)
         expected = [self.expected_result()]
@@ -641,11 +644,11 @@ def _whole_minutes(seconds: float) -> str:
 
 
 def length_lines(choices: Choices, speed: MachineFacts, data: str) -> Iterator[str]:
-    """Yield lines for the user with the length of the run and the machine's speed.
+    """Yield lines that tell the user the length of the run and the speed of the machine.
 
     Args:
         choices: all settings.
-        speed: machine with its speed.
+        speed: machine with its measured or predicted speed.
         data: name of the training data, such as "the text".
     """
     origin = speed.origin
@@ -716,7 +719,7 @@ def _table_lines(plan: RunPlan, first: Sequence[Row]) -> Iterator[str]:
 
 
 def offers(plan: RunPlan) -> Iterator[tuple[float, Choices]]:
-    """Yield (seconds, settings) for each run length in `OFFERED_SECONDS`."""
+    """Yield a tuple (seconds, chosen settings) for each run length in `OFFERED_SECONDS`."""
     for seconds in OFFERED_SECONDS:
         request = replace(plan.request, seconds=seconds)
         yield seconds, plan.choose_again(request.training_length()).choices

@@ -27,14 +27,14 @@ class Request:
     Attributes:
         inputs: files, folders, globs, "stdlib" or "hf:NAME[:CONFIG[:SPLIT]]".
         seconds: wall-clock time of the whole command.
-        tokens, steps: number of tokens to train on; number of optimizer steps.
+        tokens, steps: length of the run as a number of tokens or optimizer steps.
         size: name of the model's size, or its parameter count as text; None to choose the size.
         overrides: pairs (`section.key`, value as YAML text).
         text_key: field that holds the text in JSONL lines, tables and datasets.
         init_from: folder of the initial model; None to train a new model.
-        val_inputs: texts to validate on, in the same form as `inputs`; if empty, a part of the
+        val_inputs: validation data, in the same form as `inputs`. If it is empty, a part of the
             inputs is held out.
-        as_is: True to read texts unchanged; see `prepare`.
+        as_is: True to read text without cleaning it; see `prepare`.
     """
 
     inputs: Sequence[str]
@@ -60,7 +60,7 @@ class Request:
 
     @property
     def has_length(self) -> bool:
-        """True if the request sets the length of the run."""
+        """True if the user has set the length of the run."""
         return (self.seconds, self.tokens, self.steps) != (None, None, None)
 
     def training_length(self, text_bytes: float = 0.0) -> Length:
@@ -130,7 +130,7 @@ class Request:
                 f"--size applies to new models only: omit it, or omit --init-from {self.init_from}"
             )
         data = {"kind": "chat", "files": ["unused"]} if conversations else {"dir": "unused"}
-        # Some keys are only valid together with keys that are chosen later.
+        # Some keys are only valid in combination with keys that are chosen later.
         others = sections_for(self.fixed)
         parse_recipe({"data": data, **others}, "options", self.overrides)
 

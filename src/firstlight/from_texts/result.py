@@ -1,5 +1,5 @@
-"""Result of a run on texts: the loss compared with gzip and xz, sample texts, and commands that use
-the model."""
+"""Summarise the result of a run. The summary contains the loss compared with gzip and xz, sample
+texts, and commands that use the model."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ class TextRun:
 
 
 def result_of(call: RunCall, result: TrainResult | None, request: Request) -> TextRun:
-    """Return the result of a call, read from the run folder's files.
+    """Read the result of a call from the files in the run folder.
 
     Args:
         call: the call to `train_texts`.
@@ -124,7 +124,7 @@ def result_of(call: RunCall, result: TrainResult | None, request: Request) -> Te
         held = read_manifest(Path(state["data"]))["splits"].get("val")
         gzip = held_out_gzip(Path(state["data"]))
     except DataError as error:
-        # The shards were deleted while the run had them open. The model itself is complete.
+        # The shards were deleted while the run was using them. The model itself is complete.
         call.tell(f"warning: {error}")
     return TextRun(
         folder,
@@ -162,8 +162,9 @@ def _held_out_share(folder: Path, tokens: int, kind: str | None) -> float:
 
 
 def first_words(prompt: str) -> str:
-    """Return the beginning of a prompt for use in a command line: the first words of its first
-    non-empty line, up to the first unprintable character. Return "" if that line contains no words.
+    """Return the beginning of a prompt for use in a command line. It consists of the first words of
+    the first non-empty line, up to the first unprintable character. Return "" if this line does not
+    contain any words.
     """
     line = next((line.strip() for line in prompt.splitlines() if line.strip()), "")
     line = "".join(itertools.takewhile(str.isprintable, line))
@@ -242,8 +243,8 @@ def _longer(
 
 
 def result_lines(run: TextRun) -> Iterator[str]:
-    """Yield at most twelve lines that describe the result to the user: the loss compared with gzip
-    and xz, sample texts, the path of the model, and the most useful commands.
+    """Yield at most twelve lines that describe the result to the user. They contain the loss
+    compared with gzip and xz, sample texts, the path of the model, and the most useful commands.
 
     Args:
         run: result to show.
@@ -273,16 +274,15 @@ def result_lines(run: TextRun) -> Iterator[str]:
         )
     for prompt, text in run.samples[:_SHOWN_SAMPLES]:
         yield f"  {sample_line(prompt, text, console().width - 2)}"
-    # The duration is omitted if the run was already complete, because the call then took only a
-    # moment.
+    # The duration is omitted if the run was already complete, because the call did not train the
+    # model.
     took = "" if run.training is None else f"; total time: {time_text(run.seconds)}"
     yield f"model: {run.run_folder}; report: {run.run_folder / 'report.html'}{took}"
     yield from command_lines(run.next_commands)
 
 
 def command_lines(commands: Sequence[tuple[str, str]]) -> Iterator[str]:
-    """Yield a blank line, followed by the first commands and their purposes, as lines for the
-    user."""
+    """Yield lines for the user: a blank line, followed by the first commands and their purposes."""
     yield ""
     shown = commands[:_SHOWN_COMMANDS]
     width = max(len(command) for command, _ in shown)

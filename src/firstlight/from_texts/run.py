@@ -1,4 +1,4 @@
-"""`train_texts`: train a model on texts or conversations within a time budget."""
+"""Implement `train_texts`, which trains a model on text or conversations within a time budget."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ Ask = Callable[[RunPlan], float]
 
 
 class Work(Protocol):
-    """Interface for the work that a request requires: training a new model (`NewModel`) or
-    fine-tuning an existing model (`FineTuning`).
+    """Interface for performing the work that the user has requested. `NewModel` trains a new model,
+    and `FineTuning` fine-tunes an existing model.
 
     Attributes:
         content_key: hash of the inputs' content.
@@ -54,8 +54,7 @@ class Work(Protocol):
         ...
 
     def begin(self, plan: RunPlan, request: Request, call: RunCall) -> TrainResult:
-        """Prepare the data, choose the settings again from facts about the prepared data, and
-        train.
+        """Prepare the data, choose the settings again based on the prepared data, and train.
 
         Args:
             plan: plan based on estimated facts.
@@ -191,9 +190,10 @@ def train_texts(
 def _with_length(
     request: Request, work: Work, ask: Ask | None, tell: Callable[[str], None]
 ) -> tuple[Request, RunPlan | None, float]:
-    """Return three values: the request with its length set, the plan that was shown to the user,
-    and the seconds spent waiting for the user. These seconds do not count towards the budget. If
-    the user is not prompted for a length, the plan is None and the seconds are 0.
+    """Ask the user for the length of the run if it is not set. Return three values: the request
+    with its length, the plan that was shown to the user, and the number of seconds spent waiting
+    for the user, which do not count towards the budget. If the user is not asked, the plan is None
+    and the number of seconds is 0.
     """
     if request.has_length:
         return request, None, 0.0
@@ -212,7 +212,7 @@ def _result(
     """Start or resume the run. Return None if it is already complete.
 
     Args:
-        work: work for the request.
+        work: object that performs the requested work.
         plan: plan that was shown to the user; None if no plan was shown.
         request: inputs, length and overrides of the run.
         call: run folder, time and messages.
@@ -232,7 +232,7 @@ def _result(
         )
         try:
             plan = plan or work.plan(request)
-            for note in notes:  # Print notes only after planning, because the plan may be rejected.
+            for note in notes:  # Print the notes only after planning, because planning may fail.
                 call.tell(note)
             result = work.begin(plan, request, call)
         except BaseException:
@@ -265,7 +265,7 @@ def _go_on(request: Request, call: RunCall) -> TrainResult:
             progress=call.progress,
             forecaster=forecaster,
             began=call.began,
-            is_announced=True,  # The call that started the run announced it.
+            is_announced=True,  # The message was already shown by the call that started the run.
         )
 
 

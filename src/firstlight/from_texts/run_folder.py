@@ -59,7 +59,7 @@ _SLOWER = 1.25
 _LENGTH_AND_SIZE = ("seconds", "tokens", "steps", "size")
 #: Maximum number of input files whose size and modification time are recorded.
 _KNOWN_FILES = 1000
-#: Reason that is written to the recipe for choices without a reason of their own.
+#: Reason that is written to the recipe for settings that were chosen without a specific reason.
 _MEASURED = "new models learned best with this value: docs/learning.md"
 #: Width of comment lines in the recipe, in characters.
 _WIDTH = 100
@@ -160,7 +160,7 @@ class RunCall:
         left = request.seconds - taken - reserved
         if left < _LEAST_SECONDS:
             rest = reserved + _LEAST_SECONDS
-            # A second call reads the texts again, but uses the prepared data.
+            # A second call would read the text again but reuse the prepared data.
             again = _SLOWER * start + rest <= request.seconds
             use = ", or run the command again, which uses the prepared texts" if again else ""
             raise ConfigError(
@@ -194,10 +194,10 @@ def commented_yaml(recipe: Recipe, reasons: Mapping[str, str], header: Iterable[
     """Return a recipe as YAML text with comments.
 
     Args:
-        recipe: recipe; all of its keys are written.
+        recipe: recipe to write, with all of its keys.
         reasons: reasons for the chosen keys, keyed by `section.key`. Each reason is written above
             its key.
-        header: lines of a comment at the top.
+        header: lines of the comment at the beginning of the file.
     """
     from firstlight.recipe.load import yaml_text  # imports torch, which is already loaded here
 
@@ -234,7 +234,7 @@ def own_options(request: Request) -> list[str]:
 
 
 def command_of(request: Request, options: Sequence[str]) -> str:
-    """Return the command for a run on a request's inputs.
+    """Return the command that trains on the inputs of a request.
 
     Args:
         request: the inputs, the initial model, and the options for reading the inputs.
@@ -382,7 +382,7 @@ def earlier_request(request: Request, content_key: str, run_dir: str | Path | No
     length = {name: earlier[name] for name in _LENGTH_AND_SIZE}
     own = [one for one in request.overrides if one[0] == "run.dir"]
     overrides = (*map(tuple, earlier["overrides"]), *own)
-    # The new call may name the folder of the initial model by a different path.
+    # The new call may specify the folder of the initial model with a different path.
     return replace(request, **length, init_from=earlier.get("init_from"), overrides=overrides)
 
 
@@ -396,7 +396,7 @@ def has_run(request: Request, content_key: str) -> bool:
 
 
 def _is_of(state: Mapping[str, Any], content_key: str) -> bool:
-    """Return True if a state belongs to a run with this content."""
+    """Return True if the state was saved by a run with this content."""
     return state.get("content_key") == content_key and "request" in state
 
 

@@ -67,7 +67,7 @@ MOST_BYTES = 256 << 20
 _BLOCK_CHARACTERS = 1 << 22
 #: Number of unreadable documents after which reading stops if no readable document has been found.
 _HOPELESS = 1000
-#: Maximum bytes of text that are compressed by gzip.
+#: Maximum number of bytes of text that are compressed with gzip.
 _GZIP_BYTES = 2 << 20
 
 #: Common names for some Unicode scripts, keyed by their Unicode names.
@@ -141,7 +141,7 @@ class Scan:
         held_out_files: text files that are held out, with the limits up to which they were read.
         val_documents: number of validation documents given by the user, without duplicates; 0 if
             part of the texts is held out.
-        unread: names of files that are not read because they are not texts.
+        unread: names of files that are not read because they do not contain text.
     """
 
     sources: Sequence[DataSource]
@@ -180,7 +180,7 @@ def scan_corpus(
     Args:
         sources: files and datasets to read; see `find_sources`.
         text_key: field that holds the text in JSONL lines, tables and datasets.
-        val_sources: texts to validate on; if empty, a part of `sources` is held out.
+        val_sources: validation data. If it is empty, a part of `sources` is held out.
         most_bytes: maximum number of bytes to read.
         progress: True to show a progress bar on stderr.
 
@@ -318,9 +318,9 @@ class _Counts:
 
         Args:
             sources: all sources.
-            limited: sources with the limits up to which they were read.
+            limited: the same sources with the limits up to which they were read.
             text_key: field that holds the text in JSONL lines, tables and datasets.
-            held: documents that are held out.
+            held: split that determines which documents are held out.
 
         Raises:
             InputError: there is no text, or the text is a single repeated character.
@@ -399,7 +399,7 @@ def opening_of(text: str, start: int = 0) -> str:
     """Return some words from the beginning of `text` for use as a prompt. If `start` is above 0,
     `text` starts in the middle of a document, and its incomplete first line is skipped."""
     text = (text[text.find("\n") + 1 :] if start else text).lstrip("\ufeff\n\r ")
-    # Use at most half of the text, because there must be text left to continue.
+    # Use at most half of the text, so that there is text left that the model could predict.
     cut = text[: min(_PROMPT_CHARACTERS, (len(text) + 1) // 2)]
     end = max(cut.rfind(" "), cut.rfind("\n"))
     return (cut[:end] if end > _PROMPT_CHARACTERS // 3 else cut).rstrip()
@@ -566,7 +566,7 @@ def other_files(inputs: Sequence[str], sources: Sequence[DataSource]) -> list[st
     for item in distinct_inputs(inputs):
         try:
             others += [one.name for one in find_records([item]) if one.key not in keys]
-        except InputError:  # The item is a text file.
+        except InputError:  # This input is a text file.
             others += [item] if Path(item).is_file() else []
     return list(dict.fromkeys(others))
 
