@@ -1,4 +1,4 @@
-"""Estimate how long torch.compile takes on a machine, and how much faster the compiled model is.
+"""Estimate how long torch.compile takes on a machine, and how much it speeds up training.
 
 This module does not import torch, because `train TEXTS` uses it before torch is imported.
 """
@@ -40,9 +40,9 @@ _CPU_WIDTH = 40.0
 _SLOW_HOST, _FEW_CORES = 3.0, 4
 #: Minimum factor by which compilation is slower while other programs use the cores.
 _BUSY = 4.0
-#: Compilation is chosen only if it saves at least this multiple of the time it takes, because both
-#: times are estimates. On one machine, compilation took 1.5 times as long as estimated, and a run
-#: of 50 s had time for only two steps.
+#: Compilation is chosen only if it saves at least this multiple of the compile time. The margin is
+#: necessary because both times are estimates. On one machine, compilation took 1.5 times as long as
+#: estimated, and a run of 50 s had time for only two steps.
 _MARGIN = 1.5
 #: File in the cache folder that stores the compile times.
 _TIMES_NAME = "compile_times.json"
@@ -54,10 +54,11 @@ class Compiling:
     compilation.
 
     Attributes:
-        compiles, regional: the values of `efficiency.compile` and `efficiency.compile_regional`.
+        compiles, regional: values of the recipe keys `efficiency.compile` and
+            `efficiency.compile_regional`.
         seconds: expected compile time in seconds.
         gain: expected speed of a step, as a multiple of its speed without torch.compile.
-        launch_gain: the same multiple for a step whose time is dominated by kernel launches.
+        launch_gain: value of `gain` for a step whose duration is dominated by kernel launches.
     """
 
     compiles: bool
@@ -102,8 +103,8 @@ class Compiler:
 
     Attributes:
         kind: device type for which code is compiled, "cpu" or "cuda".
-        device: name of the device if it is in this machine; otherwise "". Compile times are stored
-            only for a device in this machine.
+        device: name of the device, or "" if it is not in this machine. Compile times are stored
+            only for devices in this machine.
         cores: number of cores of the machine.
     """
 
@@ -136,7 +137,9 @@ class Compiler:
         """
         multiple, times = seconds / self._usual(regional, size), self._times()
         times[self._key] = min(multiple, times.get(self._key, multiple))
-        with contextlib.suppress(StorageError):  # an unwritable cache must not end a run
+        with contextlib.suppress(
+            StorageError
+        ):  # a cache that is not writable must not stop the run
             make_folder(cache_folder())
             write_json(cache_folder() / _TIMES_NAME, times)
 

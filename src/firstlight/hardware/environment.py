@@ -19,9 +19,9 @@ from pathlib import Path
 
 #: Number of times that a waiting thread of GNU OpenMP checks for work before it sleeps. With the
 #: library's default, every parallel region waits for a time slice if a second program uses the same
-#: cores, which made steps up to 70 times slower. With a much smaller number, threads go to sleep
-#: between operators, and waking them takes a long time on a virtual machine. With 1000, steps on
-#: idle cores took up to twice as long.
+#: cores. This made steps up to 70 times slower. With a much smaller number, threads go to sleep
+#: between operators, and waking them takes a long time on a virtual machine. With 1000 checks,
+#: steps on idle cores took up to twice as long.
 SHORT_SPIN = {"GOMP_SPINCOUNT": "5000"}
 
 #: Number of times that a waiting thread checks for work during generation. Generating a token takes
@@ -167,8 +167,8 @@ def _exceed_cores() -> None:
     """Start GNU OpenMP threads until there is one more than the number of cores. These threads
     sleep, and exit when the calling thread exits.
 
-    As long as they exist, all waiting OpenMP threads check for work only 100 times, as with
-    `_NO_SPIN`. This works even if torch has already been imported. See
+    As long as these threads exist, all waiting OpenMP threads check for work only 100 times, as
+    with `_NO_SPIN`. This works even if torch has already been imported. See
     https://gcc.gnu.org/onlinedocs/libgomp/GOMP_005fSPINCOUNT.html
     """
     import ctypes
@@ -192,8 +192,8 @@ def for_generation() -> dict[str, str]:
 
 
 def cores_are_busy() -> bool:
-    """Return True if other programs currently use more than a quarter of the cores. Return False if
-    they do not, or if their use is unknown.
+    """Return True if other programs are using more than a quarter of the cores. Return False if
+    they are using fewer cores, or if their use is unknown.
     """
     try:
         return 4 * sorted(_running() for _ in range(5))[2] > (os.cpu_count() or 1)

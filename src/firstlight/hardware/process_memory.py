@@ -61,8 +61,8 @@ def _status_bytes(field: str) -> int:
 
 
 def begin_peak() -> int:
-    """Reset the peak of resident memory. Return the current resident memory in bytes; pass it to
-    `peaks` as `level`.
+    """Reset the peak of resident memory. Return the current resident memory in bytes, which must be
+    passed to `peaks` as `level`.
     """
     gc.collect()
     reset_peak()
@@ -110,7 +110,7 @@ _MOST_SHARE = 0.05
 def _mallinfo2() -> Callable[[], _Mallinfo2] | None:
     try:
         function = ctypes.CDLL(None).mallinfo2
-    except (AttributeError, OSError, TypeError):  # another C library; CDLL(None) fails on Windows
+    except (AttributeError, OSError, TypeError):  # not glibc, or CDLL(None) failed on Windows
         return None
     function.restype = _Mallinfo2
     found: Callable[[], _Mallinfo2] = function
@@ -118,8 +118,8 @@ def _mallinfo2() -> Callable[[], _Mallinfo2] | None:
 
 
 def allocated_bytes() -> int | None:
-    """Return the number of bytes currently allocated in the heap and as separate mappings, or None
-    if the C library does not count them.
+    """Return the number of bytes that are currently allocated in the heap and as separate mappings.
+    Return None if the C library does not count them.
     """
     function = _mallinfo2()
     if function is None:
@@ -174,8 +174,8 @@ class AllocatedPeak:
     def find_level(self, counted_bytes: int) -> None:
         """Set the level to the currently allocated bytes minus `counted_bytes`."""
         level = (allocated_bytes() or 0) - counted_bytes
-        # Since the last call, the level may have risen before or after the peak. Subtract the
-        # higher level, so that the peak is not overstated.
+        # Since the last call, the level may have risen before or after the peak occurred. Subtract
+        # the higher of the two levels, so that the peak is not overestimated.
         self._most = max(self._most, self._peak - max(level, self._level))
         self._peak, self._level = 0, level
 
