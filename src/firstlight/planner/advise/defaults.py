@@ -1,6 +1,6 @@
-"""Defaults for choosing a model and its training settings: model layouts and shapes, the formula
-for the expected loss, and learning rates by optimizer and width. `plan --budget`, `train TEXTS` and
-fine-tuning all use them.
+"""Define the constants for choosing a model and its training settings. They include model layouts
+and shapes, the formula for the expected loss, and learning rates by optimizer and width. The
+constants are used by `plan --budget`, by `train TEXTS` and for fine-tuning.
 
 Unless another source is given, the constants were measured with models of 0.8 to 5 million
 parameters, trained on the source code of Python's standard library (`python -m benchmarks
@@ -18,7 +18,8 @@ from typing import Any
 from firstlight.errors import ConfigError
 from firstlight.optim.new_model import MODEL, NEW_MODEL, RATE_WIDTH
 
-#: Settings of new models, keyed by `section.key`: layout, initial weights, optimizer and schedule.
+#: Settings of new models for the layout, initial weights, optimizer and schedule, keyed by
+#: `section.key`.
 LAYOUT: dict[str, Any] = {
     f"{section}.{key}": value
     for section, values in {"model": MODEL, **NEW_MODEL}.items()
@@ -106,7 +107,7 @@ LONG_RUN_TOKENS, LONG_SEQ_LEN = 5_000_000, 512
 BATCH_TOKENS, BATCH_AT_TOKENS = 2048, 1_600_000
 MOST_BATCH_TOKENS = 524_288
 
-#: Number of tokens per forward pass that keeps a device busy, by kind of device.
+#: Number of tokens per forward pass that is large enough to keep a device busy, by kind of device.
 MICRO_BATCH_TOKENS = {"cpu": 2048, "cuda": 32_768, "mps": 8192}
 
 #: Expected bits per character of held-out text:
@@ -205,11 +206,11 @@ EARLY = 0.8
 #: the number of bytes of text that are read and prepared per second. With 1.1 MB of text
 #: (Shakespeare) on 2 cores, all work other than training took 11 s.
 OTHER_SECONDS, PREPARED_PER_SECOND = 10.0, 4e6
-#: Minimum number of bytes of text to prepare. A shorter text is prepared in full. A run that reads
-#: more text prepares as much as it needs.
+#: Minimum number of bytes of text to prepare. Text with fewer bytes is prepared in full. For a run
+#: that reads more text, the required amount is prepared.
 PREPARED_BYTES = 64 << 20
-#: Usual fraction of a run's time that is spent on evaluations, sample texts and checkpoints
-#: combined.
+#: Usual fraction of a run's time that is spent on evaluations, sample texts and checkpoints in
+#: total.
 EVALUATION_SHARE = 0.06
 #: Each entry contains the number of evaluations after the first step, the number of sample texts
 #: per evaluation, the number of tokens per sample text, and the maximum fraction of the run's time
@@ -247,7 +248,7 @@ MANY_CHATS = 1000
 #: conversations, and the maximum number of passes over the pairs. Higher learning rates make all
 #: answers less likely, including the preferred answers.
 PAIR_MULTIPLE, PAIR_EPOCHS = 0.05, 3.0
-#: Number of steps of a short fine-tuning run, and maximum tokens per step.
+#: Number of steps in a short fine-tuning run, and maximum number of tokens per step.
 TUNING_STEPS, MOST_TUNING_BATCH = 200, 32_768
 #: Rows are long enough for the longest conversation if it has at most LONGEST_ROW tokens.
 #: Otherwise, at least this fraction of the conversations must fit in a row.
@@ -268,16 +269,17 @@ NEW_MODEL_RATES: dict[str, dict[str, float]] = {
     "lion": {"learning_rate": 4e-4},
     "adafactor": {"learning_rate": 1e-2},
 }
-#: Fine-tuning all weights: TUNING_RATE is AdamW's learning rate for a hidden_size of TUNING_WIDTH.
-#: The rate is inversely proportional to the width (Yang et al. 2022). For a width of 64, 2e-3 was
-#: the best of 7e-4, 2e-3 and 5e-3.
+#: For fine-tuning all weights, TUNING_RATE is AdamW's learning rate for a hidden_size of
+#: TUNING_WIDTH. The rate is inversely proportional to the width (Yang et al. 2022). For a width of
+#: 64, 2e-3 was the best of 7e-4, 2e-3 and 5e-3.
 TUNING_RATE, TUNING_WIDTH = 5e-5, 2000
-#: Fine-tuning: learning rate of each optimizer as a multiple of AdamW's learning rate. Lion's
-#: multiple is the same as for new models.
+#: Learning rate of each optimizer for fine-tuning, as a multiple of AdamW's learning rate. For
+#: Lion, the multiple is the same as for new models.
 TUNING_MULTIPLES = {"adamw": 1.0, "adamw8bit": 1.0, "paged_adamw8bit": 1.0, "lion": 0.2}
-#: Fine-tuning adapters: the learning rate is ADAPTER_MULTIPLE times TUNING_RATE for a hidden_size
-#: of TUNING_WIDTH, and proportional to width^-ADAPTER_POWER (Schulman et al. 2025, "LoRA Without
-#: Regret", fitted to Llama models with at least 1 billion parameters).
+#: For fine-tuning adapters with a hidden_size of TUNING_WIDTH, the learning rate is
+#: ADAPTER_MULTIPLE times TUNING_RATE. For other widths, it is proportional to width^-ADAPTER_POWER.
+#: This relation was fitted to Llama models with at least 1 billion parameters (Schulman et al.
+#: 2025, "LoRA Without Regret").
 ADAPTER_MULTIPLE, ADAPTER_POWER = 10.0, 0.781
 
 
@@ -291,8 +293,9 @@ def new_model_rates(
     Args:
         name: name of the optimizer.
         hidden_size: width of the model.
-        given: keys of the `optimizer` section set by the user. Learning rates among them apply to
-            this model, or to the width `tuned_width` if the user has set that key.
+        given: values of the `optimizer` section that are set by the user. If they include learning
+            rates, the rates apply to this model or, if the user has also set `tuned_width`, to
+            models of that width.
 
     Raises:
         ConfigError: no learning rate is known for the optimizer, and the user has not set one.
@@ -329,7 +332,7 @@ def finetuning_rate(
     Args:
         name: name of the optimizer.
         hidden_size: width of the model.
-        given: keys of the `optimizer` section set by the user.
+        given: values of the `optimizer` section that are set by the user.
         adapters: True to fine-tune adapters, False to fine-tune all weights.
 
     Raises:

@@ -29,7 +29,7 @@ from firstlight.planner.advise.law import (
 if TYPE_CHECKING:
     from firstlight.models import ModelConfig
 
-#: Minimum number of steps of a run. If a run would have fewer steps, a smaller batch is used,
+#: Minimum number of steps in a run. A smaller batch is used if a run would have fewer steps,
 #: because the warm-up and decay of the learning rate need enough steps.
 _FEWEST_STEPS = 100
 
@@ -440,7 +440,8 @@ def _resized(model: ModelConfig, hidden: int, layers: int, cuts: int) -> ModelCo
         each = values["linear_num_value_heads"] // keys
         changes["linear_num_value_heads"] = each * changes["linear_num_key_heads"]
     for key in ("layer_types", "no_rope_layers"):
-        # Lists with one entry per layer usually repeat a pattern.
+        # Lists with one entry per layer are extended by repetition, because they usually repeat a
+        # pattern.
         listed = values.get(key)
         changes[key] = listed and [listed[i % depth] for i in range(layers)]
     known = {key: value for key, value in changes.items() if key in values}

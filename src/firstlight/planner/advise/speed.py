@@ -41,7 +41,7 @@ def new_model_speed(machine: Machine) -> MachineFacts:
     another machine.
 
     Raises:
-        ConfigError: the GPU's speed is not known.
+        ConfigError: the speed of the GPU is unknown.
     """
     kind = machine.target.kind
     timed_tokens = _timed_tokens(machine)
@@ -91,7 +91,7 @@ def _predicted_speeds(
 def _speeds(
     machine: Machine, timed_tokens: int
 ) -> tuple[list[tuple[float, float]], list[tuple[float, float]]]:
-    """Return the training speed of several models on a machine.
+    """Return the training speed of several models on a machine, either measured or predicted.
 
     Args:
         timed_tokens: tokens per measured step; 0 to predict the speed.
@@ -117,9 +117,9 @@ def _speeds(
 
 
 def _timed_tokens(machine: Machine) -> int:
-    """Return the number of tokens to use in a measured step with many tokens. Return 0 if the speed
-    can't be measured, because the machine is not this one, the device is an Apple GPU, or the GPU
-    has too little free memory."""
+    """Return the number of tokens for measured steps with many tokens. Return 0 if the speed can't
+    be measured. This is the case if the plan is for a different machine, if the device is an Apple
+    GPU, or if the GPU has too little free memory."""
     kind = machine.target.kind
     if not machine.is_here or kind not in _TIMED_SHAPES:
         return 0
@@ -130,8 +130,8 @@ def _timed_tokens(machine: Machine) -> int:
 
 
 def _speed_recipe(shape: ModelSize, tokens: int) -> Recipe:
-    """Return a recipe of a new model with the usual layout, for measuring its speed in steps of one
-    micro-batch of `tokens` tokens."""
+    """Return a recipe for measuring the speed of a new model with the usual layout. Each step has
+    one micro-batch with `tokens` tokens."""
     values: dict[str, Any] = {
         "data": {"dir": "unused", "seq_len": shape.seq_len},
         "batch": {"micro_batch_size": tokens // shape.seq_len},
