@@ -24,7 +24,7 @@ from firstlight.models.moe import ROWS_OF_BLOCKS
 _aten: Any = torch.ops.aten
 _firstlight: Any = torch.ops.firstlight
 
-#: (shape, dtype) of a tensor, as stored in an `Operator`.
+#: The shape and dtype of a tensor, as stored in an `Operator`.
 Layout = tuple[tuple[int, ...], torch.dtype]
 
 #: Number of tensor lists that each operator on tensor lists takes. `Operator.inputs` contains the
@@ -123,7 +123,8 @@ _MORE_FLOPS: dict[Any, Callable[..., int]] = {
 
 
 def flops_of(func: Any, args: tuple[Any, ...], kwargs: Any, result: Any) -> int:
-    """Return the FLOPs of a call's matrix products and attention, or 0 for other operators."""
+    """Return the number of FLOPs of a call. It is 0 for operators other than matrix products and
+    attention."""
     packet = getattr(func, "_overloadpacket", None)
     if packet in _MORE_FLOPS:
         return _MORE_FLOPS[packet](*args)
@@ -182,8 +183,8 @@ def cuda_target(
 
     Args:
         name, capability, torch_version: attributes of the target; see `Target`.
-        context_bytes: bytes that a process uses on the device before it creates a tensor; None for
-            500 MiB, about the size observed with torch 2 and CUDA 12.
+        context_bytes: bytes that a process uses on the device before it creates a tensor. None for
+            500 MiB, which is approximately the size with torch 2 and CUDA 12.
     """
     context = 500 * 2**20 if context_bytes is None else context_bytes
     # Size of the cuBLAS workspace of each handle in torch's CUDABlas.cpp: 32 MiB on Hopper and
@@ -195,8 +196,8 @@ def cuda_target(
 
 
 def workspace_bytes(operator: Operator, target: Target) -> int:
-    """Return the peak bytes that an operator's kernel allocates internally through torch's
-    allocator."""
+    """Return the peak number of bytes that the kernel of an operator allocates internally through
+    torch's allocator."""
     name = operator.base_name
     if name in ("blockwise_attention", "blockwise_attention_backward"):
         return blockwise_bytes(operator)
@@ -241,7 +242,7 @@ def blockwise_bytes(operator: Operator) -> int:
     columns = ((end - start) * (seen + has_sinks) for start, end, seen in blocks_of(new, total))
     scores = own * max(columns)
     block = min(QUERIES, new)
-    # Queries of grouped heads and their gradients are copied.
+    # With grouped heads, the queries and their gradients are copied.
     gathered = own * size * block if heads > kept and new > block else 0
     making = 2 * wide * scores + wide * gathered
     if is_backward:
@@ -275,7 +276,7 @@ def attention_bytes(operator: Operator, target: Target) -> int:
         return target.threads * (size + dtype.itemsize * queries * keys)
     padded = queries * (head + 1) if head % 2 else 0
     own = queries * _even(keys) + keys * head + padded
-    # Rows or columns are packed in pairs, so odd sizes are padded by one.
+    # Rows or columns are packed in pairs, so odd sizes are rounded up to the next even number.
     packed = batch * kept * (_even(head) * total + head * _even(total))
     return target.threads * (size + dtype.itemsize * own) + dtype.itemsize * packed
 
@@ -358,7 +359,7 @@ def _laid_out_in_tiles_bytes(sizes: tuple[int, int, int], transposed: bool, thre
     transposed, the thread also copies its part of the first factor. If the inner dimension is long
     and therefore split, partial sums are stored in fp32.
     """
-    # Sizes below 32 are padded.
+    # Sizes below 32 are padded to 32.
     rows, inner, columns = (max(size, 32) for size in sizes)
     if transposed:
         tall = min(-(-rows // 64) * 64, 256)
@@ -399,20 +400,21 @@ def experts_bytes(operator: Operator, target: Target) -> int:
 
 
 def softmax_with_masked_rows_bytes(operator: Operator, _: Target) -> int:
-    """Return the bytes that `_safe_softmax` allocates to find rows in which all scores are masked:
-    one byte per score."""
+    """Return the number of bytes that `_safe_softmax` allocates to find rows in which all scores
+    are masked. It allocates one byte per score."""
     return math.prod(operator.inputs[0][0])
 
 
 def eight_bit_update_bytes(operator: Operator, _: Target) -> int:
-    """Return the bytes that the 8-bit update of bitsandbytes allocates on a CPU: both unpacked
-    moments, the scaled gradient, and two tensors for the denominator, all in fp32."""
+    """Return the number of bytes that the 8-bit update of bitsandbytes allocates on a CPU. It
+    allocates fp32 tensors for both unpacked moments, for the scaled gradient, and two for the
+    denominator."""
     return 20 * math.prod(operator.inputs[0][0])
 
 
 def small_update_bytes(operator: Operator, _: Target) -> int:
-    """Return the bytes that the 32-bit update of bitsandbytes allocates on a CPU, for the scaled
-    gradient and the denominator."""
+    """Return the number of bytes that the 32-bit update of bitsandbytes allocates on a CPU for the
+    scaled gradient and the denominator."""
     return 12 * math.prod(operator.inputs[0][0])
 
 

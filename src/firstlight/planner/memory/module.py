@@ -176,8 +176,8 @@ def _autocast(dtype: torch.dtype | None) -> contextlib.AbstractContextManager[ob
 
 
 def _fake_copy(model: nn.Module) -> nn.Module:
-    """Copy a module, with fake tensors in place of its tensors."""
-    # The keys are object ids, so that tied parameters stay tied.
+    """Copy a module, and replace its tensors with fake tensors."""
+    # Fake tensors are keyed by the ids of the original tensors, so that tied parameters stay tied.
     memo: dict[int, Any] = {}
     for module in model.modules():
         # Modules can also store tensors in plain attributes. deepcopy would copy these tensors.

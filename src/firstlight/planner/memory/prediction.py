@@ -41,7 +41,7 @@ Ticks = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class PhasePeak:
-    """The memory in use at a phase's peak.
+    """The memory in use at the peak of a phase.
 
     Attributes:
         bytes: allocated bytes.
@@ -90,7 +90,7 @@ class MemoryPrediction:
         return self.reserved_bytes + self.overhead_bytes
 
     def to_json(self) -> dict[str, Any]:
-        """Return the prediction as JSON values, without the thousands of operators."""
+        """Return the prediction as JSON values. The thousands of operators are omitted."""
         values = asdict(self)
         values["total_bytes"] = self.total_bytes
         values["notes"] = list(self.notes)
@@ -147,15 +147,15 @@ def _counted(trace: Trace, first: int) -> tuple[OperatorCount, ...]:
 
 
 class Timeline:
-    """Bytes in memory at each tick of a trace, by part.
+    """Number of bytes in memory at each tick of a trace, for each part of memory.
 
     Args:
         trace: a finished trace.
         target: the device whose kernels and allocator are modelled.
 
     Attributes:
-        parts: bytes at each tick by part, int64 [ticks].
-        total: bytes of all parts at each tick, int64 [ticks].
+        parts: number of bytes at each tick, as an int64 array of shape [ticks] for each part.
+        total: number of bytes of all parts at each tick, as an int64 array of shape [ticks].
     """
 
     def __init__(self, trace: Trace, target: Target) -> None:
@@ -223,7 +223,7 @@ class Timeline:
         return PhasePeak(sum(found.values()), {k: v for k, v in found.items() if v})
 
     def first_tick(self, phases: Sequence[str]) -> int:
-        """Return the first tick of any of these phases."""
+        """Return the first tick that belongs to any of these phases."""
         wanted = [index for index, name in enumerate(self._names) if name in phases]
         return int(np.argmax(np.isin(self._phases, wanted)))
 
@@ -289,7 +289,7 @@ _LARGE_ROUND = 2 * _MIB
 
 
 def rounded(size: int) -> int:
-    """Return the bytes that the allocator counts for a storage."""
+    """Return the number of bytes that the allocator counts for a storage."""
     return max(-(-size // _ROUND) * _ROUND, _ROUND) if size else 0
 
 
@@ -318,10 +318,10 @@ class CachingAllocator:
         self._free: dict[bool, list[tuple[int, int, _Block]]] = {True: [], False: []}
 
     def allocate(self, size: int) -> _Block:
-        """Return a block of at least this number of bytes, and mark it as used."""
+        """Return a block with at least this number of bytes, and mark it as used."""
         size = rounded(size) or _ROUND
         is_small = size <= _SMALL
-        # Best fit: the smallest free block that is large enough.
+        # The smallest free block that is large enough is used (best fit).
         free = self._free[is_small]
         place = bisect.bisect_left(free, (size, -1))
         block = free.pop(place)[2] if place < len(free) else self._segment(size, is_small)
@@ -338,8 +338,8 @@ class CachingAllocator:
     def free(self, block: _Block) -> None:
         """Free a block."""
         block.is_free = True
-        # Free neighbours are merged, because separately they may be too small for the next large
-        # storage.
+        # Neighbouring free blocks are merged, because each of them may be too small for the next
+        # large storage.
         for other in (block.before, block.after):
             if other is not None and other.is_free:
                 free = self._free[other.is_small]
@@ -372,7 +372,8 @@ def reserved_bytes(lifetimes: Iterable[tuple[int, int, int]]) -> int:
     """Return the peak of the bytes that the allocator reserves.
 
     Args:
-        lifetimes: (bytes, first tick, last tick) of each storage, in order of creation.
+        lifetimes: (bytes, first tick, last tick) of each storage, in the order in which the
+            storages were created.
     """
     allocator = CachingAllocator()
     events: list[tuple[int, int, int, int]] = []

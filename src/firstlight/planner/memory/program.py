@@ -43,8 +43,8 @@ from firstlight.training.program import TrainingProgram
 
 _aten: Any = torch.ops.aten
 
-#: Functions whose inputs are cast to fp32 by autocast on CUDA, but not on a CPU (AT_FORALL_FP32 in
-#: ATen's autocast_mode.h). The set contains only functions that models and losses use.
+#: Functions whose inputs autocast casts to fp32 on CUDA but not on a CPU (AT_FORALL_FP32 in ATen's
+#: autocast_mode.h). Functions that models and losses do not use are omitted.
 _IN_FP32 = {
     F.layer_norm,
     torch.layer_norm,
@@ -159,7 +159,7 @@ class CudaKernels(TorchFunctionMode):
         if func is F.dropout:
             return _dropout(*args, **kwargs)
         if func is Tensor.backward:
-            # Operations that a backward pass recomputes also run as they would on a GPU.
+            # Operations that are recomputed in a backward pass also run as they would on a GPU.
             with self:
                 return _backward(*args, **kwargs)
         if torch.is_autocast_enabled("cpu"):
@@ -205,7 +205,7 @@ class CudaKernels(TorchFunctionMode):
                 query, key, value, dropout_p, is_causal, False, scale=scale
             )
             return found[0]
-        # The kernel saves the log-sum-exp only if a backward pass will need it.
+        # The kernel saves the log-sum-exp only if it is needed for a backward pass.
         learns = torch.is_grad_enabled() and query.requires_grad
         bias = _bias(attn_mask, query, key)
         if kernel == "cudnn":
@@ -254,7 +254,8 @@ class CudaKernels(TorchFunctionMode):
 def kernels_of(
     target: Target, kernel: str | None = None, *, expands: bool = True
 ) -> contextlib.AbstractContextManager[object]:
-    """Return `CudaKernels` for a CUDA device, or a context that does nothing for a CPU."""
+    """Return `CudaKernels` for a CUDA device. For a CPU, return a context manager that does
+    nothing."""
     if target.kind != "cuda":
         return contextlib.nullcontext()
     return CudaKernels(target, kernel, expands=expands)
@@ -305,7 +306,7 @@ def _bias(mask: Tensor | None, query: Tensor, key: Tensor) -> Tensor | None:
 def _dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
     if not training or p == 0:
         return input
-    # native_dropout stores a mask of one byte per element, as CUDA's fused kernel does.
+    # Like CUDA's fused kernel, native_dropout stores a mask with one byte per element.
     dropped: Callable[..., tuple[Tensor, Tensor]] = torch.native_dropout
     return dropped(input, p, True)[0]
 
@@ -454,7 +455,8 @@ def _nothing(*_: object) -> None:
 
 @contextlib.contextmanager
 def fake_tensors() -> Iterator[None]:
-    """Create all tensors without memory inside the context. See also `tables_put_back`."""
+    """Create all tensors as fake tensors, which have no memory, inside the context. See also
+    `tables_put_back`."""
     # Real tensors are allowed in the context, for example tables that a library created earlier.
     with tables_put_back(), FakeTensorMode(allow_non_fake_inputs=True):
         yield
@@ -486,8 +488,8 @@ def mark_weights(model: nn.Module, tracer: Tracer) -> None:
 
 @contextlib.contextmanager
 def optimizer_phases(tracer: Tracer) -> Iterator[None]:
-    """Trace the step of every torch optimizer inside the context as the "optimizer" phase, and mark
-    the optimizer's gradients and states."""
+    """Inside the context, trace the steps of all torch optimizers as the "optimizer" phase, and
+    mark their gradients and states."""
     before = ["setup"]
 
     def enter(optimizer: torch.optim.Optimizer, *_: Any) -> None:
@@ -511,7 +513,7 @@ def optimizer_phases(tracer: Tracer) -> Iterator[None]:
 
 
 def parameters_of(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
-    """Yield all of an optimizer's parameters."""
+    """Yield all parameters of an optimizer."""
     for group in optimizer.param_groups:
         yield from group["params"]
 
@@ -616,8 +618,8 @@ def host_activations(
     the same memory.
     """
     weights = {id(t.untyped_storage()) for t in (*model.parameters(), *model.buffers())}
-    # Keep these storages alive while ids are compared; otherwise another storage could get the same
-    # id.
+    # Keep these storages alive while ids are compared. Otherwise, a new storage could get the id of
+    # a deleted one.
     kept = [p.untyped_storage() for p in (*model.parameters(), *model.buffers())]
     leaving: deque[Tensor] = deque(maxlen=COPIES_BESIDE)
     last: Callable[[], _Offloaded | None] | None = None
@@ -684,12 +686,13 @@ _GPU_KERNELS = ("flash", "efficient", "cudnn", "math")
 
 @dataclass(frozen=True)
 class Equivalent:
-    """The recipe and the kernels that are traced in place of the real ones.
+    """The recipe and the kernels that are traced in place of the user's recipe and the real
+    kernels.
 
     Attributes:
         recipe: the recipe to trace.
-        kernel: attention kernel on a GPU, see `CudaKernels`; None for torch's choice.
-        offloads: True if activations are offloaded to the host's memory.
+        kernel: name of the attention kernel on a GPU; see `CudaKernels`. None for torch's choice.
+        offloads: True if activations are offloaded to host memory.
         notes: assumptions of the prediction, as shown to the user.
     """
 
@@ -704,7 +707,7 @@ class Equivalent:
 
 
 def equivalent(recipe: ResolvedRecipe, target: Target) -> Equivalent:
-    """Return the recipe and kernels to trace for a recipe on a target."""
+    """Return the recipe and kernels to trace for a recipe on a target device."""
     config, notes = recipe.efficiency, []
     chosen: dict[str, Any] = {"activation_offload": False}
     kernel = None
@@ -761,8 +764,8 @@ def uncompiled(recipe: ResolvedRecipe) -> ResolvedRecipe:
 
 
 def _without_masks(recipe: ResolvedRecipe, attention: str, target: Target) -> ResolvedRecipe:
-    """Return the recipe without document masks if a GPU computes them with flex attention, which
-    does not store a T x T mask."""
+    """If a GPU computes document masks with flex attention, return the recipe without document
+    masks, because flex attention does not store a mask of size T x T."""
     masked = recipe.data.document_masking and attention == "flex"
     if target.kind == "cpu" or not masked:
         return recipe

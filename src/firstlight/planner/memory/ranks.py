@@ -31,10 +31,10 @@ _NCCL_BYTES = 400 * 2**20
 #: than this fraction of the forward pass's activations is in memory.
 _EARLY = 0.8
 
-#: Parts of memory whose size is proportional to the number of parameters.
+#: Kinds of memory content whose size is proportional to the number of parameters.
 STATE = ("weights", "gradients", "optimizer_states")
 
-#: Phases that only the last stage of a pipeline has.
+#: Phases that occur only in the last stage of a pipeline.
 _LAST = ("loss", "backward of loss")
 
 #: The plan contains a note about CPU memory if the processes need at least this many bytes of it at
@@ -131,7 +131,7 @@ def _of_fsdp(
     parameters of all layers.
     """
     pieces = part.distributed.shard or copies_of(recipe, processes)
-    # On a CPU, the shards are in the CPU's memory with or without offloading.
+    # On a CPU, the shards are in CPU memory whether or not offloading is enabled.
     offloads = part.distributed.offload == "cpu" and not on_cpu
     state = 0 if offloads else 1
     in_bf16 = is_put_together_in_bf16(recipe, processes)
@@ -147,7 +147,8 @@ def _of_fsdp(
     keeps_all = part.efficiency.activation_checkpointing == "none"
 
     def together(phase: str, peak: PhasePeak) -> int:
-        """Return the bytes of gathered weights, and of gradients that are being reduced."""
+        """Return the size in bytes of the gathered weights and of the gradients that are being
+        reduced."""
         if phase in ("optimizer", "clipping"):
             return 0
         if phase == "backward":
@@ -158,8 +159,8 @@ def _of_fsdp(
             # The additional memory consists of the gradient of a layer, the fp32 copy of the
             # gradient for the reduction, and the received shard.
             return whole + layer * (size + 4) + 4 * layer // pieces
-        # One layer is gathered at a time. At the end of the forward pass, the last layer is still
-        # gathered, because the backward pass begins there.
+        # One layer is gathered at a time. At the end of the forward pass, the last layer stays
+        # gathered, because it is the first layer of the backward pass.
         return size * (outside + (inside if keeps else layer))
 
     def gradients(phase: str, whole: int) -> int:
@@ -228,8 +229,8 @@ class _ZeRO:
         sizes = [4 * p.numel() for p in meta_model(recipe.model).parameters()]
         self.whole = sum(sizes)
         self.shard = -(-self.whole // processes)
-        # The embedding and the head have the same size. The head's gradient is computed first, and
-        # the embedding's gradient last.
+        # The embedding and the output head have the same size. The gradient of the head is computed
+        # first, and the gradient of the embedding last.
         self.table = sizes[0]
         settings = zero_settings(recipe.distributed, [size // 4 for size in sizes], on_cpu=on_cpu)
         self.overlaps = settings["overlap_comm"] and self.stage < 3
@@ -326,7 +327,7 @@ class _ZeRO:
             return {}
         if self.stage == 3:
             return {"communication": max(self.gathered - self.small, 0)}
-        # Stage 1 keeps its bucket until the last micro-batch.
+        # In stage 1, the bucket stays allocated until the last micro-batch.
         keeps = self.accumulates and self.stage == 1
         return {"gradients": self._summed(), "communication": self.bucket if keeps else 0}
 
@@ -334,8 +335,8 @@ class _ZeRO:
         parameters = max(self.gathered - self.small, 0)
         if not late:
             return {"gradients": self.table, "communication": parameters}
-        # For the reduction, the bucket's gradients are copied and arranged by process. On CPUs,
-        # Gloo makes another copy to exchange them.
+        # For the reduction, the gradients in the bucket are copied and arranged by process. On
+        # CPUs, Gloo makes an additional copy for communication.
         ordered = min(self.buffer, self.whole) * (2 if self.on_cpu else 1)
         # The weights of a layer are freed after its backward pass. The weights of the embedding
         # stay in memory.
@@ -349,11 +350,11 @@ class _ZeRO:
             # the head.
             return {"gradients": summed + self.table, "communication": self.bucket}
         if self.stage == 1 and not self.overlaps:
-            # All gradients exist before the first is copied into the bucket.
+            # All gradients are in memory before the first gradient is copied into the bucket.
             return {"gradients": self.whole, "communication": self.bucket}
-        # With several processes, a copy of the bucket's content is exchanged. If the bucket holds
-        # all gradients, the shard is created after the exchange; otherwise, it is created when the
-        # first bucket is full.
+        # With several processes, a copy of the bucket is used for communication. If the bucket
+        # contains all gradients, the shard is created after this communication. Otherwise, it is
+        # created when the first bucket is full.
         own = 0 if self.offloads else self.shard
         copied = min(self.buffer, self.whole) if self.processes > 1 else 0
         own = own + self._waiting() + copied if self.fills else max(own, self.table, copied)
@@ -422,7 +423,7 @@ def own_part(recipe: ResolvedRecipe, processes: int) -> ResolvedRecipe:
         # The activations between layers have the same dtype as the gathered weights.
         efficiency = efficiency.model_copy(update={"precision": "bf16_params"})
     changed: dict[str, Any] = {"batch": batch, "model": model, "efficiency": efficiency}
-    # A single process does not write sharded checkpoints.
+    # Sharded checkpoints are disabled, because a single process does not write them.
     changed["checkpoint"] = recipe.checkpoint.model_copy(update={"sharded": False})
     return recipe.model_copy(update=changed)
 
@@ -543,7 +544,7 @@ def _share_elsewhere(
         *([model.embedding.weight] if table else []),
     ]
     elsewhere = 0
-    # The number of rows is rounded up, as for the first process, which stores the most rows.
+    # The number of rows is rounded up, because the first process stores the most rows.
     for p in {id(p): p for p in weights}.values():
         own = -(-len(p) // pieces) if pieces else 0
         elsewhere += (len(p) - own) * (p.numel() // len(p))
@@ -577,7 +578,8 @@ def with_peaks(
     phases = {name: changed(name, peak) for name, peak in prediction.phases.items()}
     phases = {name: peak for name, peak in phases.items() if peak.bytes}
     phase = max(phases, key=lambda name: phases[name].bytes)
-    # Assume that the allocator reserves as much memory beyond the peak as in `prediction`.
+    # Assume that the difference between reserved and allocated memory is the same as in
+    # `prediction`.
     gaps = prediction.reserved_bytes - prediction.peak_bytes
     return dataclasses.replace(
         prediction,

@@ -124,8 +124,8 @@ def training_job(recipe: ResolvedRecipe, target: Target | None = None) -> TraceJ
     config = planned.recipe.efficiency
     if config.compile and not config.compile_regional:
         return _compiled_job(planned, target)
-    # Compiling takes several seconds per layer, so a compiled model is never traced with all of its
-    # layers.
+    # A compiled model is never traced with all of its layers, because compiling takes several
+    # seconds per layer.
     recipes, join = _in_parts(planned.recipe, 0 if config.compile else _FULLY_TRACED)
     return TraceJob(tuple((_train, planned.with_(one), target) for one in recipes), join)
 
@@ -216,7 +216,7 @@ def _sample(program: TrainingProgram, tracer: Tracer) -> None:
     decoder = BatchDecoder(program.model, 1, longest)
     tracer.mark(decoder.cache.tensors, "activations")
     decoder.add([0] * prompt)
-    # Only the step at full length runs, because it takes the most memory.
+    # Only the last decoding step runs, because it takes the most memory.
     decoder.lengths = [longest - 1]
     decoder.step([0])
 
@@ -308,8 +308,8 @@ def _two_steps(tracer: Tracer, program: TrainingProgram, batch: Batch) -> int:
 
 
 def _micro_batches(program: TrainingProgram, batch: Batch) -> list[Batch]:
-    # During the second micro-batch, the gradients of the first are in memory. A third micro-batch
-    # would not add any memory.
+    # During the second micro-batch, the gradients of the first micro-batch are in memory. A third
+    # micro-batch would not need any additional memory.
     return [batch] * min(2, program.recipe.batch.accumulation(batch.input_ids.shape[1]))
 
 
@@ -323,7 +323,7 @@ def _traced(planned: Equivalent, target: Target) -> Iterator[tuple[Tracer, Train
         fake_tensors(),
         tracer,
         optimizer_phases(tracer),
-        # Deterministic runs disable cuDNN attention, as `varying_lengths` does.
+        # In deterministic runs, cuDNN attention is disabled, as in `varying_lengths`.
         varying_lengths() if recipe.run.deterministic else contextlib.nullcontext(),
         # The traced tensors are on the CPU, so the original `list_values` would return the values
         # for a CPU even if the target is a GPU.
@@ -651,8 +651,8 @@ def merged(prediction: MemoryPrediction) -> MemoryPrediction:
 
 
 def are_alike(config: ModelConfig) -> bool:
-    """Return True if all layers attend to the same number of tokens, and all or none have
-    experts."""
+    """Return True if all layers attend to the same number of tokens, and if either all layers or no
+    layers have experts."""
     # GPT-2 can scale the attention scores of each layer by a different factor. This does not affect
     # the memory use.
     kinds = {

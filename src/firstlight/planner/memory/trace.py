@@ -105,8 +105,8 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @classmethod
     def is_infra_mode(cls) -> bool:
-        """Return True, so that torch's compiler ignores this mode and runs code compiled
-        earlier."""
+        """Return True, so that torch's compiler ignores this mode and runs code that has already
+        been compiled."""
         return True
 
     def __init__(self) -> None:
@@ -143,7 +143,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @property
     def tick(self) -> int:
-        """The tick of the last operator; -1 before the first operator."""
+        """The tick of the last operator, or -1 before the first operator."""
         return len(self.trace.calls) - 1
 
     @contextlib.contextmanager
@@ -193,8 +193,8 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._storage_for(plain).part = part
 
     def start_again(self) -> None:
-        """Discard the trace so far. A live storage is recorded again once it is marked or an
-        operator returns it."""
+        """Discard the trace so far. A storage that is still alive is recorded again when it is
+        marked or returned by an operator."""
         self.trace = Trace(phase_names=self.trace.phase_names)
         for storages in (self._known, self._watched, self._keys):
             storages.clear()
@@ -213,13 +213,13 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         if self._is_paused:
             return func(*args, **kwargs)
-        # Reading `tensor.device` is also dispatched, but does not launch a kernel.
+        # Reading `tensor.device` is also dispatched to this mode, but it does not launch a kernel.
         if func is _PRIM_DEVICE and type(args[0]) is FakeTensor:
             return args[0].fake_device
         if func is _aten._local_scalar_dense.default:
             return _READ_VALUES[args[0].is_floating_point()]
         if any(is_traceable_wrapper_subclass(kind) for kind in types if kind is not FakeTensor):
-            # The subclass's own code runs first, and calls operators on its inner tensors.
+            # The code of the tensor subclass runs first. It calls operators on the inner tensors.
             return NotImplemented
         # Composite operators are decomposed by autograd. If autograd is not active, they reach this
         # mode undecomposed.
@@ -269,8 +269,8 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         inputs = tuple((t.shape, t.dtype) for t in _tensors_in((args, kwargs)))
         outputs = tuple((t.shape, t.dtype) for t in _tensors_in(result))
         options = _options(func, args)
-        # Identical calls share one entry, because even a step with hundreds of layers has few
-        # distinct calls.
+        # Identical calls share one entry. Even a step with hundreds of layers has few distinct
+        # calls.
         key = (func, self._phase_index, inputs, outputs, options)
         index = self._keys.get(key)
         if index is None:
@@ -304,12 +304,13 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _storage_for(self, tensor: Tensor) -> Storage:
         storage = tensor.untyped_storage()
-        # A tensor and its views share the C++ storage, but not its Python object.
+        # A tensor and its views have the same C++ storage, but different Python objects for this
+        # storage.
         identity = storage._cdata
         known = self._known.get(identity)
         if known is None:
             known = Storage(storage.nbytes(), max(self.tick, 0), self._phase, self._part)
-            # A recomputed tensor is freed within the backward pass of its layer.
+            # A recomputed tensor is freed during the backward pass of its layer.
             known.recomputed = self._recomputed_since >= 0
             self._known[identity] = known
             # The callback runs when the last tensor that uses the storage is deleted.
@@ -387,7 +388,7 @@ def _options(func: Any, args: tuple[Any, ...]) -> str:
 
 _ATTENTION_BACKWARD = _aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 
-#: Index of the first factor among the arguments of each matrix product.
+#: For each matrix product operator, the index of the first factor among its arguments.
 _PRODUCTS = {
     _aten.mm.default: 0,
     _aten.mm.out: 0,

@@ -43,8 +43,8 @@ def forecast_run(recipe: ResolvedRecipe, hardware: Hardware, processes: int) -> 
         return None
     found = estimate(recipe, machine)
     if machine.gpu is None and recipe.schedule.max_minutes is not None:
-        # The speed is needed because the warm-up is a fraction of the number of steps that fit in
-        # the time budget.
+        # The speed is required, because the warm-up is a fraction of the number of steps that fit
+        # in the time budget.
         found = Estimator().timed(found, machine)
     return forecast_from(found)
 
@@ -139,8 +139,8 @@ def _plan(recipe: Recipe, hardware: Hardware, init_from: str | None) -> dict[str
 def planned_elsewhere(
     recipe: Recipe, hardware: Hardware, tell: Callable[[str], None], init_from: str | None = None
 ) -> Recipe:
-    """Call `planned_recipe` in a separate process, so that memory left behind by planning is not
-    counted as memory of the run.
+    """Call `planned_recipe` in a separate process, so that memory that planning does not free is
+    not counted as memory of the run.
 
     Args:
         recipe, hardware, tell, init_from: arguments of `planned_recipe`.
@@ -208,11 +208,11 @@ def planned_recipe(
 def _corrected(
     best: Estimate, machine: Machine, hardware: Hardware, tell: Callable[[str], None]
 ) -> ResolvedRecipe:
-    """Return the candidate's recipe with a micro-batch size that was confirmed by a trial of two
+    """Return the recipe of a candidate with a micro-batch size that was confirmed by a trial of two
     steps."""
     assert best.training is not None
     recipe = best.recipe
-    # A trial does not save checkpoints.
+    # Checkpoints are disabled in trials.
     copied = best.training.parts.get("checkpoint_copy", 0)
     tried = best.training.peak_bytes - copied
     sizes = list(micro_batches(recipe, machine))
@@ -247,8 +247,8 @@ def _corrected(
 
 
 def _try(recipe: ResolvedRecipe, machine: Machine, hardware: Hardware, size: int) -> Trial | None:
-    """Run two steps with the recipe's global batch, split into micro-batches of `size` sequences.
-    Return None if memory ran out."""
+    """Run two steps with the recipe's global batch size, divided into micro-batches of `size`
+    sequences. Return None if memory ran out."""
     try:
         return try_rows(_cut(recipe, machine, size), hardware, size)
     except FirstlightError as error:

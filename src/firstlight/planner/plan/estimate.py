@@ -146,7 +146,7 @@ class Estimate:
 
     @property
     def tokens_per_second(self) -> Range | None:
-        """Combined speed of all devices; None if unknown."""
+        """Total training speed of all devices; None if unknown."""
         return None if self.speed is None else self.speed.tokens_per_second
 
     def to_json(self) -> dict[str, Any]:
@@ -353,7 +353,7 @@ def in_a_run(
     state = {name: size for name, size in between.parts.items() if name in kept}
     copied, gathered = _copied_bytes(state, recipe), 0
     if engine.updates_itself:
-        # DeepSpeed keeps more state in memory than is saved. Before saving, the main process
+        # DeepSpeed keeps more state in memory than it saves. Before saving, the main process
         # gathers the moments and, in stage 3, the weights.
         weights = 4 * count_parameters(meta_model(recipe.model)).total
         gathered = state.get("optimizer_states", 0) * machine.count
@@ -396,7 +396,7 @@ def _copied_bytes(state: Mapping[str, int], recipe: ResolvedRecipe) -> int:
         # With LoRA, only the adapters are saved. Their weights are half as large as their two
         # moments together.
         return states + states // 2
-    # The optimizer's states include the master weights; the bf16 weights are not saved.
+    # The optimizer states include the master weights. The bf16 weights are not saved.
     return states if recipe.efficiency.precision == "bf16_params" else weights + states
 
 
@@ -414,7 +414,7 @@ def sequences_per_step(recipe: ResolvedRecipe, machine: Machine) -> int:
     return recipe.batch.micro_batch_size * (recipe.batch.gradient_accumulation_steps or 1)
 
 
-# Estimates of each method alone, and the reasons for the chosen settings
+# Estimating each method alone, and explaining the chosen settings
 
 
 def method_table(recipe: ResolvedRecipe, machine: Machine, estimator: Estimator) -> list[Estimate]:
@@ -452,7 +452,8 @@ def method_table(recipe: ResolvedRecipe, machine: Machine, estimator: Estimator)
 def methods(  # noqa: C901 - a flat list: one independent case per method
     recipe: ResolvedRecipe, machine: Machine
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield (name, {recipe key: value}) for each method that would change the recipe."""
+    """For each method that would change the recipe, yield its name and the changes as a mapping
+    from recipe keys to values."""
     config, micro_batch_size = recipe.efficiency, recipe.batch.micro_batch_size
     if micro_batch_size > 1:
         changes: dict[str, Any] = {"batch.micro_batch_size": 1}
@@ -490,8 +491,8 @@ def methods(  # noqa: C901 - a flat list: one independent case per method
 
 
 def other_optimizer(recipe: ResolvedRecipe, name: str) -> dict[str, Any]:
-    """Return the changes that select a different optimizer and turn off options that it does not
-    support."""
+    """Return the changes that select a different optimizer and turn off options that this optimizer
+    does not support."""
     off = {"embeddings_in_32_bits": None, "cautious_weight_decay": False, "tuned_width": None}
     own, has = recipe.optimizer, OPTIMIZERS[name].options
     refused = [key for key, value in off.items() if getattr(own, key) != value and key not in has]
@@ -592,8 +593,8 @@ def _precision(precision: str, machine: Machine) -> str:
     return f"{share}, which does not support bf16" if precision == "fp16" else share
 
 
-# The search for the fastest candidate that fits or, if no candidate fits, for settings that would
-# fit
+# Searching for the fastest candidate that fits in memory or, if no candidate fits, for changed
+# settings that would fit
 
 #: Changes that reduce the memory use of a step, so that it fits in memory or allows larger
 #: micro-batches. The changes that reduce the speed the least come first.
@@ -662,8 +663,8 @@ def best_estimate(
     if not recipe.efficiency.compile:
         return found
     estimates: list[Estimate] = []
-    # The unchanged recipe comes first, because `max` returns the first of several equally fast
-    # candidates.
+    # The unchanged recipe comes first, because `max` returns the first candidate if several are
+    # equally fast.
     if found is None or found.changes:
         estimates.append(known or estimator.estimate(Candidate(recipe, machine, "as it stands")))
     if found is not None:
@@ -754,7 +755,7 @@ def largest_that_fits(
         first = estimator.estimate(asked(sizes[-1]))
         more = [estimator.estimate(asked(size)) for size in sizes[-2:-1] if first.fits]
     else:
-        # The two smallest sizes are estimated at the same time, in the workers.
+        # The two smallest sizes are estimated at the same time in the worker processes.
         first, *more = estimator.estimate_all([asked(size) for size in sizes[:-3:-1]])
     if not (first.fits and more and more[0].fits):
         return first
@@ -797,7 +798,8 @@ def micro_batches(recipe: ResolvedRecipe, machine: Machine) -> Iterator[int]:
     before = 2 * total
     for size in range(total, 0, -1):
         if total % size == 0 and 2 * size <= before:
-            # Sizes in between are skipped, because their speed differs too little.
+            # Sizes between half of the previous size and the previous size are skipped, because
+            # their speed hardly differs.
             before = size
             yield size
 

@@ -185,7 +185,7 @@ def parse_bytes(text: str) -> int:
     a unit is in bytes.
 
     Raises:
-        ConfigError: the text is not a size.
+        ConfigError: the string is not a valid size.
     """
     match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([a-zA-Z]*)\s*", text)
     unit = match[2].lower() if match else None

@@ -261,8 +261,8 @@ def make_plan(
 
 
 def _notes(written: Recipe, machine: Machine) -> list[str]:
-    """Return `Plan.notes`. Call this function right before measuring the speed of this machine's
-    CPU, because other programs may use the cores only temporarily."""
+    """Return `Plan.notes`. Call this function immediately before measuring the speed of this
+    machine's CPU, because it checks whether other programs are using the cores at the moment."""
     notes = []
     if machine.is_here and machine.target.kind == "cpu" and cores_are_busy():
         notes.append("other programs are using this CPU: it may be faster than measured")
@@ -314,9 +314,9 @@ def _planned_run_for(estimate: Estimate, machine: Machine) -> PlannedRun | None:
     return planned_run(estimate.recipe, machine, None if speed is None else speed.expected)
 
 
-#: Maximum number of models to try. After a model that does not fit, a smaller model is tried. After
-#: a model whose speed differs from the assumed speed, the model suggested for the new speed is
-#: tried.
+#: Maximum number of models to try. If a model does not fit in memory, a smaller model is tried. If
+#: the speed of a model differs from the assumed speed, the model that is suggested for the new
+#: speed is tried.
 _TRIES = 6
 
 #: Bytes per parameter in training with fp32 AdamW.
@@ -395,8 +395,8 @@ def _for_budget(
             usual = usual_speed(estimate.recipe, expected, machine.hardware)
             estimate = dataclasses.replace(estimate, speed=usual)
         if estimate is None or not of_own or estimate.tokens_per_second is None:
-            # Next, try a model that is a fifth smaller, but not smaller than a model that is known
-            # to fit.
+            # The next model to try is a fifth smaller, but not smaller than a model that is known
+            # to fit in memory.
             most_parameters = max(0.8 * found.parameters, fitting)
             continue
         fitting = max(fitting, found.parameters)
@@ -419,8 +419,8 @@ def _for_budget(
 
 
 def largest_epochs(recipe: Recipe) -> float:
-    """Return the maximum number of passes over the text with a time budget: `schedule.epochs` or,
-    if it is not set, `defaults.MOST_EPOCHS`."""
+    """Return the maximum number of passes over the text with a time budget. It is `schedule.epochs`
+    or, if this key is not set, `defaults.MOST_EPOCHS`."""
     return recipe.schedule.epochs or defaults.MOST_EPOCHS
 
 
@@ -493,8 +493,8 @@ def optimizer_of_width(
     recipe: ResolvedRecipe, written: Recipe, hidden_size: int
 ) -> OptimizerConfig:
     """Return the recipe's optimizer with learning rates for a model of this width. If the recipe
-    sets learning rates, they are converted to this width. Otherwise, the rates of new models are
-    used."""
+    sets learning rates, they are converted to this width. Otherwise, the learning rates for new
+    models are used."""
     optimizer, given = recipe.optimizer, written.optimizer.model_fields_set
     # Muon's learning rates for new models were measured together with initial weights and betas
     # that only a recipe without an optimizer section gets.
@@ -531,8 +531,9 @@ def _kept_schedule(plan: Plan) -> dict[str, Any]:
 
     def share(steps: int) -> float:
         assert run is not None
-        # The fraction is rounded down, so that two fractions never add up to more than 1. It is not
-        # rounded down to 0, so that a single step of a long run remains at least one step.
+        # The fraction is rounded down, so that two fractions never add up to more than 1. It is
+        # never rounded down to 0, so that a warm-up or decay of one step in a long run still has at
+        # least one step.
         return min(max(math.floor(1e5 * steps / run.max_steps), 1) / 1e5, 1.0)
 
     if config.warmup_steps or config.warmup_tokens:

@@ -81,7 +81,8 @@ class WorkerProcesses:
         Raises:
             TrainingError: a process was killed or crashed.
         """
-        # Even a single call runs in a worker, so that a crash does not end this process.
+        # Even a single call runs in a worker process, so that a crash does not end the main
+        # process.
         if not self._ends:
             yield from (function(*one) for one in arguments)
             return
@@ -98,8 +99,8 @@ class WorkerProcesses:
                             end.send((function, one))
                         except (BrokenPipeError, ConnectionResetError):
                             raise self._gone(end) from None
-                # The results may include those of an earlier `map` call whose caller stopped
-                # iterating.
+                # If the caller of an earlier `map` call stopped iterating, results of that call may
+                # still arrive.
                 found.update(self._results())
             good, result = found.pop(number)
             if not good:
@@ -130,8 +131,8 @@ class WorkerProcesses:
 
 @contextlib.contextmanager
 def started() -> Iterator[WorkerProcesses]:
-    """Start worker processes, which import modules at the same time as this process. The workers
-    are stopped when the context exits, even after an exception."""
+    """Start worker processes, which import modules in parallel with this process. They are stopped
+    when the context exits, even after an exception."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
     # Start only the fork server here, because starting a worker would wait for the server's imports
@@ -205,7 +206,7 @@ def _work(end: Connection) -> None:
 
 
 def _sendable(error: Exception) -> Exception:
-    """Return the error, or a `TrainingError` with the same text if the error can't be pickled."""
+    """Return the error. If it can't be pickled, return a `TrainingError` with the same message."""
     try:
         sent = multiprocessing.reduction.ForkingPickler.dumps(error)
         multiprocessing.reduction.ForkingPickler.loads(sent)
@@ -214,7 +215,7 @@ def _sendable(error: Exception) -> Exception:
     return error
 
 
-#: Module that the prediction process runs.
+#: Module that runs in the prediction process.
 _PREDICTING = "firstlight.planner.plan.automatic"
 
 #: Maximum time in seconds that a run waits for a forecast.
@@ -222,8 +223,9 @@ _MOST_SECONDS = 90.0
 
 
 class RunForecaster:
-    """Context manager that predicts runs on this machine in a separate process; see
-    `training.forecast.Forecaster`. The process is stopped when the context exits."""
+    """Context manager that predicts the memory use and speed of runs on this machine in a separate
+    process. It implements `training.forecast.Forecaster`. The process is stopped when the context
+    exits."""
 
     def __init__(self) -> None:
         self._processes: list[subprocess.Popen[str]] = []

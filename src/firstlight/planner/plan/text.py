@@ -19,7 +19,7 @@ Table = list[Sequence[str]]
 
 
 def blocks(plan: Plan) -> Iterator[str | Table]:
-    """Yield the lines and tables of a plan, in the order in which they are shown."""
+    """Yield the lines and tables of a plan in the order in which they are shown."""
     machine, recipe = plan.machine, plan.recipe
     count = f"{machine.count} x " if machine.count > 1 else ""
     yield (
@@ -265,7 +265,7 @@ def _suggestion(plan: Plan) -> Iterator[str]:
 def _limit(plan: Plan, epochs: float) -> str:
     """Return the end of a sentence that explains why the run does not make more passes over the
     text. Return "" if the budget is the only reason."""
-    # The comparison is not exact, because a run has a whole number of steps.
+    # The comparison allows a small difference, because a run has a whole number of steps.
     if plan.budget.seconds is None or epochs < 0.9 * largest_epochs(plan.recipe):
         return ""
     if plan.recipe.schedule.epochs:

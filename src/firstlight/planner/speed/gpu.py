@@ -94,7 +94,8 @@ _INPUTS_WITHOUT_MASK = {
     "blockwise_attention_backward": 4,
 }
 
-#: Operators that do not launch a kernel: they return a view, an uninitialised tensor, or no tensor.
+#: Operators that do not launch a kernel, because they return a view, an uninitialised tensor, or no
+#: tensor.
 _FREE = frozenset(
     """view _unsafe_view reshape expand alias detach t transpose permute numpy_T slice select
     split unbind unsqueeze squeeze empty empty_like new_empty empty_strided lift_fresh
@@ -166,7 +167,7 @@ class MatrixProduct:
 
 def product_of(operator: Operator) -> MatrixProduct:
     """Return the matrix product of an operator of the "matrix_products" kind. The grouped products
-    of all experts are treated as one product of all rows with a single weight; their backward pass
+    of all experts are treated as one product of all rows with a single weight. Their backward pass
     is treated as two such products."""
     name = operator.base_name
     if is_grouped(operator):
@@ -518,10 +519,10 @@ def _over(work: float, rate: Range) -> Range:
     return Range(*(work / value for value in rate))
 
 
-#: Version of the file format; files of other versions are ignored.
+#: Version of the file format. Files with a different version are ignored.
 FORMAT = 1
 
-#: Fitted constants included in the package, for the GPU types that were measured.
+#: File in the package with the fitted constants of the GPU types that were measured.
 PACKAGED = Path(__file__).with_name("measured_gpus.json")
 
 #: Minimum and maximum of each fitted constant, keyed by the name of its attribute in `Shares`. The
@@ -564,7 +565,7 @@ class MeasuredGpu:
 
     @property
     def source(self) -> str:
-        """Where speeds predicted with these constants come from, as shown to the user."""
+        """Description of where predictions with these constants come from, as shown to the user."""
         return (
             f"measured on this GPU type: {self.fitted} configurations fitted, {self.held_out} "
             f"others within {self.error:.0%} (torch {self.torch})"

@@ -123,8 +123,9 @@ def waiting_bytes(exchange: Exchange) -> float:
 
 
 def bubble(exchange: Exchange) -> float:
-    """Return the idle time of a pipeline's stages at the start and end of a step, as a fraction of
-    the computation: (stages - 1) / micro-batches (Narayanan et al. 2021, arXiv 2104.04473)."""
+    """Return the time for which the stages of a pipeline are idle at the start and end of a step,
+    as a fraction of the computation time. It is (stages - 1) / micro-batches (Narayanan et al.
+    2021, arXiv 2104.04473)."""
     return (exchange.stages - 1) / exchange.micro_batches
 
 
@@ -267,8 +268,8 @@ def predict_speed(
     sums, peak, notes = _on_gpu(prediction.operators, work, gpu, shares)
     exchange = work.exchange
     if waits := bubble(exchange):
-        # Stages wait for each other only during the passes, because each stage updates its own
-        # parameters independently.
+        # Stages wait for each other only during the forward and backward pass. Each stage updates
+        # its own parameters independently.
         for phase in filter(sums.phases.__contains__, _COMPILED_PHASES):
             sums.add(phase, "communication", sums.phases[phase] * waits)
     sent = exchange_seconds(exchange, gpu.link, sums.phases.get("backward", ZERO), shares)
@@ -337,8 +338,8 @@ def _on_gpu(
         sums.add(one.phase, kind, seconds)
         launches[one.phase] = launches.get(one.phase, 0.0) + entry.count
         memory = entry.count * streamed_bytes(one) / (shares.bandwidth.expected * gpu.bandwidth)
-        # According to the roofline model, a product is memory-bound if its traffic takes all of its
-        # time.
+        # According to the roofline model, a product is memory-bound if its memory traffic takes
+        # longer than its FLOPs.
         if kind in ("matrix_products", "attention") and memory < seconds.expected:
             sums.compute += seconds.expected
         else:
@@ -381,7 +382,7 @@ def _add_launching(sums: _Sums, launches: dict[str, float], work: Workload, shar
         return
     for phase, count in launches.items():
         compiled = work.compiled and phase in _COMPILED_PHASES
-        # Assumption: each product or attention kernel is followed by one fused kernel.
+        # Assume that each matrix product and each attention kernel is followed by one fused kernel.
         number = 2 * count if compiled else count
         each = shares.compiled_launch_seconds if compiled else shares.launch_seconds
         busy = sums.phases.get(phase, ZERO)
@@ -470,7 +471,8 @@ def exchange_of(
         recipe: the resolved recipe.
         parameters: number of the model's parameters.
         processes: number of processes.
-        host_bytes: bytes of a micro-batch's activations that are offloaded to the CPU's memory.
+        host_bytes: size in bytes of the activations of a micro-batch that are offloaded to CPU
+            memory.
     """
     cut, copies = recipe.distributed, copies_of(recipe, processes)
     engine = engine_of(recipe, processes)
@@ -503,7 +505,8 @@ def estimate_speed(
     """Predict a recipe's training speed on GPUs in the table. Return None for other machines.
 
     Args:
-        prediction: memory and operators of one process's training step without torch.compile.
+        prediction: memory prediction for the training step of one process without torch.compile,
+            including its operators.
         recipe: the resolved recipe.
         machine: the machine to run on.
     """
@@ -539,7 +542,8 @@ SECONDS = 3.0
 #: With fewer tokens, the time per token is longer.
 BUSY_TOKENS = {"cpu": 1024, "cuda": 16384}
 
-#: Assumed time in seconds to create one parameter and to update it in all steps, by kind of device.
+#: Assumed total time in seconds to create one parameter and to update it in all timed steps, by
+#: kind of device.
 _PARAMETER_SECONDS = {"cpu": 2e-8, "cuda": 1e-9}
 
 #: Maximum relative error of the step time, first if a full step was timed and then if the time was
@@ -570,7 +574,7 @@ class StepTime:
     timed: str = ""
 
     def seconds(self, micro_batches: int) -> float:
-        """Return the seconds of a step with this number of micro-batches."""
+        """Return the duration in seconds of a step with this number of micro-batches."""
         return micro_batches * self.passes + self.update
 
 
@@ -584,7 +588,7 @@ def time_step(recipe: ResolvedRecipe, hardware: Hardware, seconds: float = SECON
 
     Raises:
         ConfigError: the recipe's methods can't be combined.
-        RuntimeError, MemoryError: the step does not fit into memory.
+        RuntimeError, MemoryError: the step does not fit in memory.
     """
     recipe = uncompiled(recipe).model_copy(update={"distributed": DistributedConfig()})
     kind, rows = hardware.device.type, recipe.batch.rows
