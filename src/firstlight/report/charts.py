@@ -20,8 +20,9 @@ from firstlight.console import compact, visible
 from firstlight.evaluation.perplexity import ByPosition
 from firstlight.run_log.reader import Floats, Series, thin
 
-#: Colours of pages and charts as (light mode, dark mode), keyed by their names in the pages' style
-#: sheet. Charts are drawn in the light colours, which `svg` replaces with CSS variables.
+#: Colours of pages and charts as (light mode, dark mode), keyed by their names in the style sheet
+#: of the pages. Charts are first drawn in the light colours, and `svg` then replaces the colours
+#: with CSS variables.
 COLOURS = {
     "ink": ("#1d2126", "#e6e8ea"),
     "soft": ("#6a727c", "#98a1ab"),
@@ -72,7 +73,8 @@ class Line:
         series: points of the curve.
         colour: zero-based number of the colour; see `LINE_COLOURS`.
         faint: True to draw the curve in the background and omit it from the legend.
-        errors: half of the length of each point's error bar, [N]; None for no error bars.
+        errors: half of the length of each point's error bar, as an array of shape [N]; None for no
+            error bars.
     """
 
     name: str
@@ -143,8 +145,8 @@ class Chart:
         )
 
     def thinned(self, buckets: int) -> Chart:
-        """Return the chart with its curves thinned by `thin`. Curves with error bars are left
-        unchanged.
+        """Return a copy of the chart in which the number of points per curve is reduced with
+        `thin`. Curves with error bars are not changed.
         """
         lines = [
             line if line.errors is not None else replace(line, series=thin(line.series, buckets))
@@ -195,7 +197,7 @@ def draw(axes: Any, chart: Chart, *, log: bool = False) -> None:
             elinewidth=1.2,
             capsize=3,
             label=f"_{line.name}" if line.faint else plain_text(line.name),
-            # Do not clip the lines, because the ends of the curves are at the edges of the plot.
+            # Lines are not clipped, because the ends of the curves are at the edges of the plot.
             clip_on=False,
         )
     axes.margins(x=0)
@@ -322,8 +324,8 @@ def svg(chart: Chart, width: int, height: int, *, log: bool = False) -> Markup:
 
 
 def data_of(chart: Chart) -> str:
-    """Return the data for a chart's read-out as JSON: the name, style, x values and y values of
-    each curve.
+    """Return the data for a chart's read-out as JSON. It contains the name, style, x values and y
+    values of each curve.
     """
     curves = [
         {
@@ -343,7 +345,7 @@ def data_of(chart: Chart) -> str:
 #: Number of buckets into which `thin` divides a curve in a picture. It exceeds the width of the
 #: chart in pixels.
 _BUCKETS = 1000
-#: Colour of warnings, and height of a line of warnings in inches.
+#: Colour of warnings, and height in inches of a line of text in a warning.
 _WARNING, NOTE_INCHES = "#b3261e", 0.19
 
 

@@ -106,7 +106,7 @@ def recipe_differences(recipes: Sequence[Mapping[str, Any]]) -> dict[str, list[A
     return {
         key: values
         for key, values in found.items()
-        # Compare the types as well as the values, because 1 == True in Python.
+        # Types are compared in addition to values, because 1 == True in Python.
         if key not in _NOT_COMPARED and len({(type(v), repr(v)) for v in values}) > 1
     }
 
@@ -215,7 +215,7 @@ _ROWS: Sequence[tuple[str, str, Form, bool | None]] = (
 )
 
 
-#: Rows that are omitted if the value is 0 for all runs.
+#: Keys of rows that are omitted if the value is 0 for all runs.
 _SELDOM = {"skipped_steps", "rollbacks", "resumed"}
 #: Metrics per token, which can't be compared if the runs have different tokenizers.
 _BY_TOKEN = {"val/loss", "best_val/loss", "perplexity", "train/loss", "train_eval/loss"}
@@ -238,7 +238,7 @@ def number_table(found: RunComparison) -> list[tuple[str, list[str], set[int]]]:
             target = max(known) if more else min(known)
             best = {number for number, value in enumerate(values) if value == target}
         if form is gib:
-            form = functools.partial(gib, beside=max(known))  # Use the same unit for all runs.
+            form = functools.partial(gib, beside=max(known))  # the same unit for all runs
         texts = ["—" if value is None else form(value) for value in values]
         errors = [numbers.get(f"{key}_stderr") for numbers in found.numbers]
         for number, error in enumerate(errors):

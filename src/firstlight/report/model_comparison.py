@@ -1,4 +1,5 @@
-"""Write the comparison of two models as an HTML page; see `report` for the properties of pages."""
+"""Write the comparison of two models as an HTML page. The `report` module describes the properties
+of pages."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from firstlight.report.report import render_page
 
 
 def write_page(comparison: ModelComparison, path: Path) -> None:
-    """Write the page of a comparison.
+    """Write the HTML page that compares two models.
 
     Raises:
         StorageError: the file can't be written.

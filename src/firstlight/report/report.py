@@ -118,13 +118,13 @@ class WrittenReport:
 
 
 def write_report(folders: Sequence[Path], out: Path | None = None) -> WrittenReport:
-    """Write the report of one or several runs, which may still be active.
+    """Write the report of one or several runs, which may still be in progress.
 
     Args:
-        folders: run folders, at least one.
-        out: path of the page. The picture has the same name with the suffix .png. None for
-            report.html in the run folder or, for several runs, comparison.html in the current
-            folder.
+        folders: one or more run folders.
+        out: path of the HTML page. The picture has the same name with the suffix .png. If it is
+            None, the page is report.html in the run folder or, for several runs, comparison.html in
+            the current folder.
 
     Raises:
         InputError: a folder is missing or is not a run folder, or `out` is a file that is not a
@@ -179,9 +179,10 @@ _JSON = (str, int, float, bool, list, dict)
 
 
 def as_json(report: WrittenReport) -> dict[str, Any]:
-    """Return a report as a JSON object. It contains the paths of the report's files, the label,
-    `final_numbers` and findings of each run, and the recipe keys whose values differ between runs.
-    Each of these keys is mapped to its value in each run, or null if the recipe lacks the key.
+    """Return a report as a JSON object. It contains the paths of the report's files. For each run,
+    it contains the label, the `final_numbers` and the findings. It also contains the recipe keys
+    whose values differ between the runs. Each key is mapped to a list with its value in each run,
+    or null for runs whose recipe lacks the key.
     """
     found = report.comparison
     named = zip(found.labels, found.numbers, found.findings, strict=True)
@@ -204,7 +205,7 @@ def as_json(report: WrittenReport) -> dict[str, Any]:
 
 @functools.cache
 def _templates() -> tuple[Environment, Mapping[str, str]]:
-    """Return the compiled templates in the folder pages/, and the text of each file in the
+    """Return the compiled templates in the folder pages/, and the content of each file in this
     folder.
     """
     folder = resources.files("firstlight.report") / "pages"
@@ -265,7 +266,7 @@ def _hash(text: str) -> str:
     return f"sha256-{digest}"
 
 
-#: Explanations of technical terms. An explanation is shown when the reader points at the term.
+#: Explanations of technical terms, which are shown when the reader points at a term.
 _TERMS = {
     "nats": "Unit of the loss, which is the mean of -ln(p), where p is the probability that the "
     "model assigned to the correct token. One bit is 0.693 nats. Lower is better.",
@@ -354,7 +355,7 @@ def _drawings(chart: Chart, *, both: bool, wide: bool) -> Markup:
     return Markup('<div class="data" data-curves="{}">{}</div>').format(data_of(thinned[0]), drawn)
 
 
-# The page of a run
+# Writing the page of a run
 
 #: Maximum number of events in the list. If there are more, only the last ones are shown.
 _MAX_EVENTS = 500
@@ -437,7 +438,7 @@ def _progress(run: RunRecord, findings: Sequence[Finding]) -> dict[str, str]:
 
 
 def _facts(run: RunRecord, numbers: Mapping[str, Any]) -> list[str]:
-    """Return the facts shown in the line below the run's name."""
+    """Return the facts that are shown in the line below the name of the run."""
     model = run.recipe.get("model")
     family = model.get("model_type") if isinstance(model, dict) else None
     facts = []
@@ -476,8 +477,8 @@ class KeyFigure:
 
 
 def key_figures(numbers: Mapping[str, Any]) -> list[KeyFigure]:
-    """Return the key figures shown at the top of the page, based on the result of `final_numbers`.
-    Unknown figures are omitted.
+    """Return the key figures that are shown at the top of the page, based on the result of
+    `final_numbers`. Unknown figures are omitted.
     """
     cards = []
     if numbers["val/loss"] is not None:
@@ -587,8 +588,8 @@ def _figures(run: RunRecord, findings: Sequence[Finding]) -> list[dict[str, Any]
 
 
 def _evaluation_figure(metrics: Metrics) -> dict[str, Any] | None:
-    """Return the chart of the accuracies at each step, or None if there were fewer than two
-    evaluations."""
+    """Return the chart of the benchmark accuracies as functions of the step. Return None if there
+    were fewer than two evaluations."""
     lines = []
     for number, key in enumerate(accuracies(metrics)):
         series = metrics.series(key)
@@ -637,7 +638,7 @@ def _happening(event: Mapping[str, Any]) -> str:
     return _EVENTS[event["event"]][1].format_map(values)
 
 
-# The page of several runs
+# Writing the page that compares several runs
 
 
 def comparison_page(found: RunComparison) -> str:
@@ -717,7 +718,8 @@ def shortened(text: str) -> str:
 
 # Pictures
 
-#: Heights in inches of a chart beside the loss chart, of a title, and of a line in a sample.
+#: Heights in inches: first of a chart beside the loss chart, then of a title, and then of a line in
+#: a sample.
 _CHART_INCHES = 2.6
 _TITLE_INCHES = 0.4
 _LINE_INCHES = 0.14
@@ -767,8 +769,9 @@ def picture_of(run: RunRecord) -> bytes:
 
 
 def loss_picture(run: RunRecord) -> bytes:
-    """Return the chart of a run's losses as PNG bytes, for publishing. The picture does not contain
-    the run's samples or findings, because they may include paths on this machine.
+    """Return the chart of a run's losses as PNG bytes. The chart is intended for publishing. It
+    does not contain the samples or findings of the run, because they may include paths on this
+    machine.
     """
     from matplotlib.figure import Figure
 
@@ -811,15 +814,15 @@ def _sample_columns(samples: Sequence[Mapping[str, Any]]) -> list[list[str]]:
     lines = lines[:-1]
     longest = max((_width(line) for line in lines), default=0)
     columns = next(n for n in (4, 3, 2, 1) if n == 1 or n * (longest + 3) <= _CHARACTERS)
-    # If there are only a few lines, use fewer columns, which are easier to read.
+    # If there are only a few lines, fewer columns are used, because they are easier to read.
     columns = min(columns, -(-len(lines) // _FEWEST_LINES))
     height = min(-(-len(lines) // columns), _MAX_LINES) if lines else 0
     return [lines[i * height : (i + 1) * height] for i in range(columns)] if height else []
 
 
 def _width(line: str) -> int:
-    """Return the width of a line in columns of a monospaced font. Wide East Asian characters take
-    two columns.
+    """Return the width of a line in character cells of a monospaced font. Wide East Asian
+    characters take two cells.
     """
     return len(line) + sum(unicodedata.east_asian_width(c) in "WF" for c in line)
 

@@ -84,8 +84,8 @@ def _overfitting(run: RunRecord) -> Finding | None:
     loss has not risen. Otherwise, return None.
     """
     validation = run.metrics.series("val/loss")
-    # Ignore the evaluation before the first step, because a model that was best before training has
-    # not overfitted.
+    # The evaluation before the first step is ignored. If the loss was lowest before training, the
+    # model has not overfitted.
     trained = validation.x > 0
     validation = Series(validation.x[trained], validation.y[trained])
     if len(validation) < 2:
@@ -130,7 +130,8 @@ def _advice_on_overfitting(run: RunRecord, step: int) -> str:
 
 
 def _kept(run: RunRecord, step: int) -> str:
-    """Describe the kept checkpoint with the lowest validation loss and how to use it."""
+    """Return a sentence that describes the available checkpoint with the lowest validation loss and
+    how to use it."""
     best = best_checkpoint(run.folder)
     if best is None or best.val_loss is None:
         return (
@@ -143,8 +144,9 @@ def _kept(run: RunRecord, step: int) -> str:
 
 
 def best_checkpoint(run_folder: Path) -> Saved | None:
-    """Return the kept checkpoint of a run that has the lowest validation loss according to the
-    manifests, or None if there is no such checkpoint. The checkpoint's files are not verified.
+    """Return the available checkpoint of a run that has the lowest validation loss according to the
+    manifests. Return None if there is no such checkpoint. The files of the checkpoint are not
+    verified.
     """
     try:
         found = best_saved(run_folder)
@@ -157,8 +159,8 @@ def best_checkpoint(run_folder: Path) -> Saved | None:
 
 
 def _ended_by_guard(run: RunRecord) -> Finding | None:
-    """Return a finding if the guard has ended the run because it diverged and the run has not been
-    resumed since. Otherwise, return None.
+    """Return a finding if the divergence guard has ended the run and the run has not been resumed
+    since then. Otherwise, return None.
     """
     event = run.events[-1] if run.events else None
     if event is None or event["event"] != "diverged" or event["step"] < run.last_step:
@@ -195,7 +197,7 @@ def _divergence(run: RunRecord) -> Finding | None:
         return _above(losses, last, bound, is_preference)
     never_fell = lowest > (1 - _FALL) * first
     is_long = trained >= _FEWEST_TO_FALL and len(losses) >= 2 * _FEWEST_TO_FALL
-    # When a good model is trained further on similar text, its loss hardly changes.
+    # The loss of a good model hardly changes if the model is trained further on similar text.
     if not never_fell or not is_long or is_preference or starts_from_model(run):
         return None
     text = (
