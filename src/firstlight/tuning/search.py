@@ -71,7 +71,8 @@ PICTURE_NAME = "tuning.png"
 _PACE_STEPS = 12
 #: Number of steps between evaluations in the pace run.
 PACE_EVERY = 3
-#: Time limit of the pace run in seconds. The run does not end before its first evaluation.
+#: Time limit of the pace run in seconds. Even if it is exceeded, the run continues until the end of
+#: its first evaluation.
 _PACE_SECONDS = 20.0
 
 #: Minimum number of steps in a trial if its length is derived from the budget. It allows two steps
@@ -179,7 +180,7 @@ def tune(
 
 @dataclass(frozen=True)
 class _Question:
-    """The arguments of `tune` that must be the same in all calls for a study."""
+    """The arguments of `tune` that must be the same in all calls that continue a study."""
 
     recipe: Recipe
     keys: tuple[SearchKey, ...]
@@ -222,7 +223,7 @@ def _require_options(
 def _open_study(
     folder: Path, question: _Question, trials: int, ends: float, *, asker: Asker
 ) -> Study:
-    """Open the study in the folder. If there is none, create it (see `_begin_study`)."""
+    """Open the study in the folder. If there is no study, create one (see `_begin_study`)."""
     path = folder / STUDY_NAME
     recipe = question.recipe.model_dump(mode="json", exclude_unset=True)
     if not path.exists():
@@ -430,7 +431,7 @@ def _result(folder: Path, study: Study, lines: Sequence[Mapping[str, Any]]) -> T
 def _best_recipe(folder: Path, study: Study, best: Mapping[str, Any], count: int) -> str:
     """Return the recipe of the full run with the best values, as YAML text.
 
-    Its run.dir is a folder inside the study's folder, because the recipe's run.dir may already
+    Its run.dir is a folder inside the folder of the study, because the original run.dir may already
     contain a run.
     """
     # The first trial used the unchanged recipe. Keys that the recipe does not set must therefore
@@ -552,10 +553,10 @@ class _Done(Exception):  # noqa: N818 - not an error
 
 
 class _Trial:
-    """Records the evaluations of a trial and decides whether the trial is pruned.
+    """Records the evaluations of a trial and decides whether to prune the trial.
 
     Args:
-        recipe: the trial's recipe.
+        recipe: recipe of the trial.
         curves: curves of complete trials.
     """
 

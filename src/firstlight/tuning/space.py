@@ -65,7 +65,8 @@ _FACTOR = 5.0
 #: Default range of schedule.warmup_ratio.
 _WARMUP = (0.005, 0.2)
 
-#: Value of a key in a trial: a number from a range, or one of the listed choices as YAML text.
+#: Value of a key in a trial. It is either a number from a range or one of the listed choices as
+#: YAML text.
 Value = float | int | str
 
 
@@ -172,7 +173,7 @@ def _range(key: str, low: str, high: str, *, log: bool) -> SearchKey:
 
 
 def _kinds_of(key: str) -> set[Any]:
-    """Return the types that the schema allows for a key."""
+    """Return the types of values that the schema allows for a key."""
     section, _, name = key.partition(".")
     fields = [
         kind.model_fields[own] for of, kind, own in recipe_fields() if (of, own) == (section, name)
@@ -280,14 +281,14 @@ def require_keys(keys: Sequence[SearchKey], recipe: Recipe) -> None:
 
 
 def describe(values: Mapping[str, Value]) -> str:
-    """Describe values as text, such as "optimizer.learning_rate 0.003". Return "its own values" if
-    the mapping is empty."""
+    """Format values as a string, such as "optimizer.learning_rate 0.003". Return "its own values"
+    if the mapping is empty."""
     parts = (f"{key} {show_value(value)}" for key, value in values.items())
     return ", ".join(parts) or "its own values"
 
 
 def show_value(value: Value) -> str:
-    """Return a value as short text."""
+    """Format a value as a short string."""
     return value if isinstance(value, str) else compact(value)
 
 
@@ -334,7 +335,7 @@ def trial_recipe(
     evaluation = {"every_steps": -(-steps // POINTS), "max_rows": found.evaluation.max_rows}
     changes |= {
         "evaluation": {**evaluation, "sample_prompts": []},
-        # Don't save checkpoints, because trials are never resumed.
+        # Checkpoints are not saved, because trials are never resumed.
         "checkpoint": {"every_steps": 0, "keep_best": 0},
         "run.max_minutes": None,
         "run.trackers": [],

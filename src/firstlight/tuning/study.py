@@ -31,8 +31,8 @@ _RANDOM_TRIALS = 8
 #: Minimum number of complete trials for estimating the importance of keys.
 _TRIALS_TO_WEIGH = 8
 
-#: A trial is pruned if its lowest loss so far is above this percentile of the losses of complete
-#: trials at the same evaluation.
+#: A trial is pruned if its lowest loss so far is above this percentile of the losses that complete
+#: trials had at the same evaluation.
 _KEPT_PERCENT = 75.0
 
 #: Minimum number of complete trials before any trial is pruned.
@@ -42,8 +42,8 @@ _UNPRUNED_TRIALS = 5
 #: trial.
 _UNPRUNED_POINTS = 2
 
-#: Number of attempts to propose a new combination of values. If all of them fail, every combination
-#: is assumed to have been tried.
+#: Number of attempts to propose a new combination of values. If all attempts fail, all combinations
+#: are assumed to have been tried.
 _ATTEMPTS = 50
 
 
@@ -78,7 +78,7 @@ class Study:
 
     @property
     def parsed(self) -> Recipe:
-        """The recipe as `Recipe`."""
+        """The recipe of the study as a `Recipe` object."""
         return parse_recipe(self.recipe, "the study's recipe")
 
 
@@ -185,7 +185,7 @@ def _replayed(study: Study, lines: Sequence[Mapping[str, Any]], sampler: Any = N
     distributions = _distributions(study)
     for line in lines:
         if set(line["values"]) != set(distributions):
-            continue  # In the first trial, some of the recipe's values can be outside the space.
+            continue  # the recipe's own values can be outside the search space
         is_complete = line["state"] == "complete"
         try:
             trial = create_trial(
