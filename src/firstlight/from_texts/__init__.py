@@ -1,4 +1,4 @@
-"""Train a model on texts with one command.
+"""Train a model on text or conversations with one command.
 
 `run.train_texts` implements the command. It either trains a new model (`new_model`, with settings
 from `choices`) or fine-tunes an existing model (`firstlight.finetuning`). Training and fine-tuning

@@ -61,8 +61,8 @@ def choose_vocabulary(facts: CorpusFacts, fixed: Mapping[str, Any]) -> Choice:
         return Choice("model.vocab_size", int(given), "given")
     size = vocabulary_for(facts.total_bytes)
     reason = f"for {rounded(facts.total_bytes)} bytes of text"
-    # The minimum vocabulary has 256 byte tokens and one token per common character. It has as many
-    # additional tokens for combinations of characters.
+    # The minimum vocabulary has 256 byte tokens, one token per common character, and the same
+    # number of tokens for combinations of characters.
     signs = 256 + 2 * facts.common_characters
     if size < signs:
         size = min(1 << math.ceil(math.log2(signs)), defaults.VOCABULARIES[-1][1])
@@ -224,7 +224,7 @@ def _candidate(
             return length.tokens or 0.0
         # Reserve the usual fraction of the time for evaluations and checkpoints, even if they need
         # more. `plan --budget` reserves the same fraction and therefore chooses the same model. The
-        # actual length of the run is determined by its measured speed.
+        # actual length of the run depends on the speed that is measured during the run.
         left = way.left_of(length.seconds)
         return tokens_in_time(rate, left, text, fixed.get("schedule.epochs"))
 

@@ -30,8 +30,8 @@ Hashes: TypeAlias = npt.NDArray[np.uint64]
 
 #: Length of a shingle in bytes. It is about five words or one line of code.
 _SHINGLE_BYTES = 32
-#: Number of hashes in a sketch. Only the first few hashes are used as keys in the index of
-#: documents; the second constant is their number.
+#: _SKETCH is the number of hashes in a sketch. The first _KEYS hashes of each sketch are used as
+#: keys in the index of documents.
 _SKETCH, _KEYS = 48, 8
 #: Maximum number of bytes of a document, counted from its start, from which its sketch is computed.
 _MOST_BYTES = 1 << 20
@@ -151,15 +151,15 @@ class HeldOut:
     """The split of a corpus into training and validation text.
 
     Attributes:
-        digests: hashes of the documents that are held out in full. If the ends of documents are
-            held out instead, this is None.
+        digests: hashes of the documents that are held out. None if the ends of all documents are
+            held out instead of whole documents.
         fraction: held-out fraction of the text.
-        whole: hashes of the documents that are used for training in full even if the ends of
-            documents are held out. Their ends are not held out because a similar document may
-            contain the same text.
+        whole: if the ends of documents are held out, hashes of the exceptions, which are used for
+            training in full. Their ends are not held out because a similar document may contain the
+            same text.
         similar: number of held-out documents that are similar to an earlier held-out document.
         left_out: hashes of documents that are excluded from training, because they are similar to
-            validation texts given by the user.
+            validation documents given by the user.
         left_out_bytes: UTF-8 bytes of the documents in `left_out`.
     """
 
@@ -192,8 +192,8 @@ class HeldOut:
 
 
 def hold_out(near: NearDuplicates, sizes: Mapping[bytes, int]) -> HeldOut:
-    """Select the text to hold out: whole documents, or the ends of documents if there are only a
-    few.
+    """Select the text to hold out. Whole documents are held out if there are enough documents, and
+    otherwise the ends of documents.
 
     Args:
         near: near-duplicates among the documents.

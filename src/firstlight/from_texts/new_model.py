@@ -43,11 +43,11 @@ class TextPlan(RunPlan):
     """The plan of a new model's run.
 
     Attributes:
-        scan: scan of the texts.
-        text: token statistics of the texts. They are estimates until the texts are prepared.
+        scan: result of scanning the text.
+        text: token statistics of the text. They are estimates until the text is prepared.
         vocabulary: reason for the vocabulary size.
-        held_out_gzip: size of the held-out text when compressed with gzip -9, in bits per byte;
-            None if the texts are not prepared yet.
+        held_out_gzip: size of the held-out text after compression with gzip -9, in bits per byte;
+            None if the text is not prepared yet.
     """
 
     scan: Scan
@@ -105,7 +105,7 @@ class NewModel:
         progress: True to show a progress bar.
 
     Attributes:
-        content_key: hash of the texts.
+        content_key: hash of the text.
 
     Raises:
         InputError, ConfigError: see `scan_texts`.
@@ -116,7 +116,7 @@ class NewModel:
         self.content_key = self._scan.facts.content_key
 
     def plan(self, request: Request, gpu: str | None = None) -> TextPlan:
-        """Choose settings from estimated token statistics of the texts.
+        """Choose settings based on estimated token statistics of the text.
 
         Args:
             request: inputs, overrides and length of the run; the default length is
@@ -325,8 +325,8 @@ def counted_text(data: Path, facts: CorpusFacts, xz: float | None = None) -> Tex
     Args:
         data: folder of the shards.
         facts: facts about the corpus from its scan.
-        xz: size of the held-out text when compressed with xz, in bits per byte; None to keep the
-            value measured on the sample.
+        xz: size of the held-out text after compression with xz, in bits per byte; None to keep the
+            value that was measured on the sample.
     """
     from firstlight.data.shards import read_manifest
 

@@ -53,8 +53,8 @@ class Choices:
         tokens, steps, seconds: expected length of the run.
         tokens_per_second: expected training speed.
         epochs: number of passes over the training data.
-        bits_per_byte: lowest and highest expected bits per byte on held-out text. There is no
-            estimate for fine-tuning and for optimizers other than Muon; the value is then None.
+        bits_per_byte: lowest and highest expected bits per byte on held-out text. None for
+            fine-tuning and for optimizers other than Muon, for which there is no estimate.
         advice: sentence about the benefit of more text; "" if the text is long enough.
         compile_gain: expected speed-up from torch.compile, which is included in
             `tokens_per_second`; 1 for a run that is not compiled.
@@ -107,9 +107,9 @@ def _given_passes(fixed: Mapping[str, Any]) -> int:
 
 
 def given_unit(fixed: Mapping[str, Any], seq_len: int) -> int:
-    """Return the number of which the tokens per step must be a multiple. This number is the
-    sequence length, multiplied by the micro-batch size and the number of micro-batches if the user
-    has set them."""
+    """Return the smallest valid number of tokens per step. All other valid numbers are multiples of
+    it. It is the sequence length, multiplied by the micro-batch size and the number of
+    micro-batches if the user has set them."""
     rows = fixed.get("batch.micro_batch_size")
     return seq_len * (rows if isinstance(rows, int) else 1) * _given_passes(fixed)
 
@@ -426,8 +426,8 @@ class RunFacts:
         )
 
     def micro_batch(self, machine: MachineFacts, fixed: Mapping[str, Any]) -> Choice:
-        """Choose the micro-batch size, in sequences. The number of sequences per step is a multiple
-        of it.
+        """Choose the micro-batch size, in sequences. It divides the number of sequences per step
+        evenly.
 
         Args:
             machine: machine to train on.

@@ -33,10 +33,10 @@ _XZ_BYTES = 8 << 20
 
 @dataclass(frozen=True)
 class Preparation:
-    """Texts to prepare.
+    """The text to prepare for a run.
 
     Attributes:
-        scan: scan of the texts.
+        scan: result of scanning the text.
         text_key: field that holds the text in JSONL lines, tables and datasets.
         needed_bytes: bytes of text that the run is expected to read.
         tokenizer_key: hash or vocabulary size of the tokenizer. It is part of `key`.
@@ -58,7 +58,7 @@ class Preparation:
 
     @property
     def key(self) -> str:
-        """Key that identifies the prepared data. Equal keys mean that the shards are the same."""
+        """Key that identifies the prepared data. Data with the same key has the same shards."""
         facts = self.scan.facts
         # The size of a dataset on the hub is unknown.
         known = all(source.dataset is None for source in self.scan.sources)
@@ -112,7 +112,7 @@ def prepared_texts(texts: Preparation, call: RunCall) -> Path:
 
 
 def prepare_corpus(texts: Preparation, call: RunCall) -> Path:
-    """Prepare texts in the run folder and replace any existing shards."""
+    """Prepare the text in the run folder and replace any existing shards."""
     from firstlight.data.prepare import prepare
 
     data = call.folder / DATA_FOLDER
@@ -140,14 +140,14 @@ def prepare_corpus(texts: Preparation, call: RunCall) -> Path:
 def train_tokenizer_on(
     scan: Scan, text_key: str, vocab_size: int, tell: Callable[[str], None]
 ) -> Tokenizer:
-    """Train a tokenizer on the texts without the held-out part.
+    """Train a tokenizer on the text without the held-out part.
 
     If the tokenizer was also trained on the held-out text, it would have tokens for the names and
     rare words in the held-out text. It would then encode the held-out text with fewer tokens than
     other text.
 
     Args:
-        scan: scan of the texts.
+        scan: result of scanning the text.
         text_key: field that holds the text in JSONL lines, tables and datasets.
         vocab_size: number of tokens.
         tell: callback for messages to the user.

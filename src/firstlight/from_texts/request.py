@@ -1,5 +1,5 @@
-"""Store and check the user's request for a run on texts or conversations. The inputs, the length
-and the settings are checked before any input is read."""
+"""Store and check the user's request for a run on text or conversations. The inputs, the length and
+the settings are checked before any input is read."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Request:
         init_from: folder of the initial model; None to train a new model.
         val_inputs: validation data, in the same form as `inputs`. If it is empty, a part of the
             inputs is held out.
-        as_is: True to read text without cleaning it; see `prepare`.
+        as_is: True to read text unchanged; see `prepare`.
     """
 
     inputs: Sequence[str]

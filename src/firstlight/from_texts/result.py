@@ -57,8 +57,8 @@ class TextRun:
         choices: all settings; None if the call resumed the run of an earlier call.
         bits_per_byte: bits per byte on held-out text at the last evaluation, or at an earlier
             evaluation if `best` is True. None if there was no evaluation.
-        gzip_bits_per_byte, xz_bits_per_byte: size of the held-out text when compressed with gzip -9
-            or with xz, in bits per byte; None if unknown.
+        gzip_bits_per_byte, xz_bits_per_byte: size of the held-out text after compression with gzip
+            -9 or with xz, in bits per byte; None if unknown.
         samples: pairs (prompt, continuation) from the last evaluation.
         seconds: wall-clock time of the whole call.
         next_commands: pairs (command, purpose) of commands that use the model.
@@ -73,7 +73,8 @@ class TextRun:
         expected_bits_per_byte: lowest and highest expected value of `bits_per_byte`; None for
             fine-tuning and for a run that was stopped.
         reward_accuracy: fraction of the held-out preference pairs whose preferred answer had the
-            higher reward at the last evaluation; None without such pairs or evaluation.
+            higher reward at the last evaluation. None if there was no evaluation with preference
+            pairs.
     """
 
     run_folder: Path
@@ -152,8 +153,8 @@ def result_of(call: RunCall, result: TrainResult | None, request: Request) -> Te
 
 def _held_out_share(folder: Path, tokens: int, kind: str | None) -> float:
     """Return the fraction of the validation split that each evaluation of the run reads. `tokens`
-    is the number of tokens in the split. Conversations are padded to full rows, so their fraction
-    can't be computed from the number of tokens, and the result is 1."""
+    is the number of tokens in the split. For conversations, return 1, because their rows are padded
+    and the fraction can't be computed from the number of tokens."""
     if kind == "chat":
         return 1.0
     recipe = parse_yaml((folder / RECIPE_NAME).read_text(encoding="utf-8"))

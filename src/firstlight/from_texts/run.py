@@ -109,12 +109,12 @@ def train_texts(
     ask: Ask | None = None,
     began: float | None = None,
 ) -> TextRun:
-    """Train a model on texts. The call includes all steps from the tokenizer and token shards to
-    the evaluation and the report.
+    """Train a model on text or conversations. The call includes all steps from the tokenizer and
+    token shards to the evaluation and the report.
 
     A second call with the same inputs and options resumes an unfinished run. A call with different
-    options starts a new run. The new run reuses the existing tokenizer and shards unless the
-    options change them.
+    options starts a new run. The new run reuses the existing tokenizer and shards if the options do
+    not affect them.
 
     Args:
         inputs: files, folders, globs, "stdlib" or "hf:NAME[:CONFIG[:SPLIT]]"; see `find_sources`.
@@ -128,19 +128,19 @@ def train_texts(
             choose the size.
         init_from: folder, run or hub id of a model to fine-tune; None to train a new model.
         run_dir: run folder; None for runs/NAME, where NAME is the first input's name.
-        overrides: recipe values, keyed by `section.key`. The other settings are chosen to fit these
-            values.
+        overrides: recipe values, keyed by `section.key`. The remaining settings are chosen to match
+            these values.
         text_key: field that holds the text in JSONL lines, tables and datasets.
-        val_inputs: texts to validate on, in the same form as `inputs`; if empty, a part of the
+        val_inputs: validation data, in the same form as `inputs`. If it is empty, a part of the
             inputs is held out.
-        as_is: True to read texts unchanged; see `prepare`.
+        as_is: True to read text unchanged; see `prepare`.
         resume: True to continue the newest unfinished run on these inputs. The other options of
             that run need not be repeated. If all runs are complete, the newest run is selected.
         on_step: callback for each step's metrics; see `train`. Steps restart at 1 if a different
             model is chosen after the first seconds of training.
         progress: True to show messages and progress on stderr.
-        explain: True to show every chosen setting with its reason before training; the reasons are
-            also comments in the run's recipe.yaml.
+        explain: True to show every chosen setting with its reason before training. The reasons are
+            also written to the run's recipe.yaml as comments.
         ask: function that asks the user for the length of the run if it is not set.
         began: `time.time()` at which the budget starts; None to start it now.
 
@@ -190,10 +190,10 @@ def train_texts(
 def _with_length(
     request: Request, work: Work, ask: Ask | None, tell: Callable[[str], None]
 ) -> tuple[Request, RunPlan | None, float]:
-    """Ask the user for the length of the run if it is not set. Return three values: the request
-    with its length, the plan that was shown to the user, and the number of seconds spent waiting
-    for the user, which do not count towards the budget. If the user is not asked, the plan is None
-    and the number of seconds is 0.
+    """Ask the user for the length of the run if it is not set. Return the request with its length,
+    the plan that was shown to the user, and the number of seconds spent waiting for the user. These
+    seconds do not count towards the budget. If the user is not asked, the plan is None and the
+    number of seconds is 0.
     """
     if request.has_length:
         return request, None, 0.0

@@ -137,10 +137,10 @@ class Scan:
         sources: files and datasets of the corpus.
         facts: facts about the corpus.
         split: documents that are held out.
-        prompts: beginnings of held-out texts, used as prompts for sample texts.
+        prompts: beginnings of held-out documents, used as prompts for sample texts.
         held_out_files: text files that are held out, with the limits up to which they were read.
-        val_documents: number of validation documents given by the user, without duplicates; 0 if
-            part of the texts is held out.
+        val_documents: number of validation documents given by the user, without duplicates; 0 if a
+            part of the training text is held out.
         unread: names of files that are not read because they do not contain text.
     """
 
@@ -245,8 +245,8 @@ class _Counts:
         return self._rejected.total()
 
     def add(self, record: Record, source: DataSource) -> int:
-        """Count a document of a source. Return the document's approximate size in bytes for the
-        progress bar."""
+        """Add a document of a source to the statistics. Return its approximate size in bytes for
+        the progress bar."""
         if record.error is not None:
             reason = record.error.reason
             self._rejected[reason] += 1
@@ -374,7 +374,7 @@ class _Counts:
         return [file for digest, file in self._files.items() if digest in (held.digests or ())]
 
     def prompts(self, held: HeldOut) -> list[str]:
-        """Return the beginnings of up to three held-out texts."""
+        """Return the beginnings of up to three held-out documents."""
         if held.digests is None:
             ends = [own[1:] for one, own in self._openings.items() if one not in held.whole]
             texts = [text for end in ends for text in end]
@@ -492,7 +492,7 @@ def estimated_text(facts: CorpusFacts, vocab_size: int, held_out: float) -> Text
 def conversations_in(
     inputs: Sequence[str], text_key: str = "text", *, datasets: bool = True
 ) -> list[DataSource]:
-    """Return the inputs' files that contain conversations or preference pairs.
+    """Return the input files that contain conversations or preference pairs.
 
     Args:
         inputs: files, folders, globs, "stdlib" or "hf:NAME[:CONFIG[:SPLIT]]".
@@ -582,7 +582,7 @@ def scan_texts(
     *,
     progress: bool,
 ) -> Scan:
-    """Scan a request's texts. The first message is printed before reading begins.
+    """Scan the text of a request. The first message is printed before reading begins.
 
     Args:
         request: inputs, length and overrides of the run.
