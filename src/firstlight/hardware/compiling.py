@@ -32,13 +32,13 @@ _USUAL = {
     "cpu": {True: (15.0, 0.0, 1.0, 1.0), False: (16.0, 0.5, 1.01, 1.01)},
     "cuda": {True: (12.0, 0.0, 1.8, 3.0), False: (4.0, 2.0, 2.07, 5.5)},
 }
-#: On a CPU, the speed-up increases by _CPU_WIDTH / (_CPU_WIDTH + width), which is larger for narrow
-#: models. In a wide model, matrix products take most of the time, and compilation speeds up only
-#: the operations between matrix products.
+#: On a CPU, _CPU_WIDTH / (_CPU_WIDTH + width) is added to the speed-up, which is therefore higher
+#: for narrow models. In a wide model, matrix products take most of the time, and compilation speeds
+#: up only the operations between matrix products.
 _CPU_WIDTH = 40.0
 #: Compiling for a GPU takes _SLOW_HOST times as long on machines with at most _FEW_CORES cores.
 _SLOW_HOST, _FEW_CORES = 3.0, 4
-#: Minimum factor by which compilation is slower while other programs use the cores.
+#: Minimum factor by which compilation takes longer while other programs use the cores.
 _BUSY = 4.0
 #: Compilation is chosen only if it saves at least this multiple of the compile time. The margin is
 #: necessary because both times are estimates. On one machine, compilation took 1.5 times as long as

@@ -40,7 +40,8 @@ class GPU:
             supported in hardware. Kepler (K80) supports neither fp16 nor bf16. Pascal (P100) runs
             fp16 at twice the fp32 rate. Turing (T4) has tensor cores for fp16. bf16 requires
             capability (8, 0) or higher.
-        link: bandwidth to each other GPU in the same machine, in bytes per second and direction.
+        link: bandwidth to a different GPU in the same machine, in bytes per second in each
+            direction.
         capability: CUDA compute capability; (0, 0) without CUDA.
     """
 
@@ -222,8 +223,8 @@ _BRANDS = re.compile(
     r"\b(?:nvidia|geforce|tesla|amd|apple|macbook|mac|instinct|quadro|graphics|generation|gpu|sxm\d?|hbm3e?)\b"
 )
 
-#: Words that indicate a different device than the GPU with the same name in the table, such as a
-#: laptop GPU or a MIG partition.
+#: Words in a name that indicate a different device than the GPU in the table, such as a laptop GPU
+#: or a MIG partition.
 _OTHER_DEVICE = re.compile(r"\b(?:d|max-q|laptop|mobile|mig)\b")
 
 
