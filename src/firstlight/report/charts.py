@@ -113,9 +113,9 @@ class Chart:
         x_name: name of the x axis.
         zero: True to begin a linear y axis at 0.
         marks: events.
-        below, above: tuples (name, series) of additional quantities as functions of x. Each
-            quantity is shown as an additional x axis, either below the first x axis or above the
-            plot. None for no additional axis.
+        below, above: tuples (name, series) of additional quantities as functions of x. The quantity
+            in `below` is shown as an additional x axis below the first x axis, and the quantity in
+            `above` as an additional x axis above the plot. None for no additional axis.
     """
 
     title: str

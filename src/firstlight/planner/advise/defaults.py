@@ -4,7 +4,8 @@ constants are used by `plan --budget`, by `train TEXTS` and for fine-tuning.
 
 Unless another source is given, the constants were measured with models of 0.8 to 5 million
 parameters, trained on the source code of Python's standard library (`python -m benchmarks
-learning`). For larger models, they are extrapolated with the published scaling laws cited here.
+learning`). For larger models, they are extrapolated with the published scaling laws that are cited
+in this module.
 
 Learning rates do not depend on the batch size, because they were measured with batch sizes that
 grow with the length of the run, as in `model.batch_tokens`.
@@ -212,10 +213,10 @@ PREPARED_BYTES = 64 << 20
 #: Usual fraction of a run's time that is spent on evaluations, sample texts and checkpoints in
 #: total.
 EVALUATION_SHARE = 0.06
-#: Each entry contains the number of evaluations after the first step, the number of sample texts
-#: per evaluation, the number of tokens per sample text, and the maximum fraction of the run's time
-#: for evaluations. The first entry whose evaluations fit in the maximum fraction is used. If no
-#: entry fits, the last one is used.
+#: Each entry contains the number of evaluations (not counting the evaluation before the first
+#: step), the number of sample texts per evaluation, the number of tokens per sample text, and the
+#: maximum fraction of the run's time for evaluations. The first entry whose evaluations fit in the
+#: maximum fraction is used. If no entry fits, the last one is used.
 PARTS = (
     (4, 3, 64, EVALUATION_SHARE),
     (2, 3, 64, 0.1),
@@ -233,8 +234,8 @@ LOSS_SHARE = 2 / 3
 #: LEAST_ROWS rows and LEAST_EVALUATED tokens.
 USUAL_ROWS = 16
 LEAST_ROWS, LEAST_EVALUATED = 2, 2048
-#: A budget is accepted if it allows at least this number of steps, or as many steps as the data is
-#: sufficient for.
+#: A budget is accepted if it allows at least this number of steps. Fewer steps are accepted if
+#: there is not enough data for this number.
 LEAST_STEPS = 8
 
 #: `lora.rank` and `lora.alpha`.

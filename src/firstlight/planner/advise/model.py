@@ -71,7 +71,7 @@ def batch_and_rate(
     modes: Sequence[Compiling],
     steps: int | None = None,
 ) -> tuple[int, float, Compiling]:
-    """Return a run's tokens per step, its tokens per second, and its fastest compilation mode.
+    """Return the tokens per step, the tokens per second and the fastest compilation mode of a run.
 
     The batch size depends on the number of tokens in the run, which depends on the speed, which in
     turn depends on the batch size. All three are therefore computed iteratively.
@@ -84,7 +84,8 @@ def batch_and_rate(
         batch_for: function that receives the number of tokens in the run and returns the tokens per
             step.
         modes: compilation modes to choose from, including no compilation.
-        steps: number of steps of the run; None if its tokens are known or follow from its duration.
+        steps: number of steps in the run; None if the length of the run is given in tokens or as a
+            duration.
     """
 
     def found(mode: Compiling) -> tuple[int, float]:

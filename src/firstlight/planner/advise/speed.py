@@ -1,4 +1,5 @@
-"""Measure the training speed of new models on this machine, or predict it for another machine."""
+"""Measure the training speed of new models on this machine, or predict the speed for a different
+machine."""
 
 from __future__ import annotations
 
@@ -37,8 +38,8 @@ MEASURED, PREDICTED = "measured here", "predicted by the planner"
 
 
 def new_model_speed(machine: Machine) -> MachineFacts:
-    """Return the training speed of new models, either timed on this machine or predicted for
-    another machine.
+    """Return the training speed of new models, either measured on this machine or predicted for a
+    different machine.
 
     Raises:
         ConfigError: the speed of the GPU is unknown.

@@ -213,16 +213,17 @@ def workspace_bytes(operator: Operator, target: Target) -> int:
 
 
 def blockwise_bytes(operator: Operator) -> int:
-    """Return the bytes that `models.blockwise` allocates for the heads that it computes together.
+    """Return the number of bytes that `models.blockwise` allocates for the heads that it computes
+    at the same time.
 
     It allocates contiguous copies of the queries, keys and values. In the backward pass, it also
     allocates the gradients of these tensors and of the result.
 
     Queries are also stored in fp32. Keys are also stored in fp32 if the inputs are in half
     precision or the values have a different head dimension. For each block of queries, the scores
-    are stored twice in fp32. In the backward pass, each block stores three tensors of the same
-    shape in the inputs' dtype, for weights and gradients. Only the larger of the two amounts is
-    counted.
+    are stored twice in fp32. In the backward pass, three tensors of the same shape are stored for
+    weights and gradients, in the dtype of the inputs. They are not in memory at the same time as
+    the two fp32 tensors, so only the larger amount is counted.
     """
     is_backward = operator.base_name.endswith("backward")
     queries, keys, values = operator.inputs[1:4] if is_backward else operator.inputs[:3]
@@ -407,8 +408,8 @@ def softmax_with_masked_rows_bytes(operator: Operator, _: Target) -> int:
 
 def eight_bit_update_bytes(operator: Operator, _: Target) -> int:
     """Return the number of bytes that the 8-bit update of bitsandbytes allocates on a CPU. It
-    allocates fp32 tensors for both unpacked moments, for the scaled gradient, and two for the
-    denominator."""
+    allocates five fp32 tensors, of which two are the unpacked moments, one is the scaled gradient
+    and two are for the denominator."""
     return 20 * math.prod(operator.inputs[0][0])
 
 

@@ -1,6 +1,6 @@
-"""Compute the memory use of a traced program: the memory in use at each tick of the trace, the peak
-by part and by phase, and the bytes that CUDA's caching allocator reserves. Traces are created in
-`trace.py`, and `recipe.py` predicts the memory use of a recipe."""
+"""Compute the memory use of a traced program. The results are the memory in use at each tick of the
+trace, the peak by part and by phase, and the bytes that CUDA's caching allocator reserves. Traces
+are created in `trace.py`, and `recipe.py` predicts the memory use of a recipe."""
 
 from __future__ import annotations
 

@@ -65,8 +65,8 @@ class Candidate:
         changes: values of the recipe keys that this candidate changes, keyed by `section.key`.
         evaluates: True to include the memory of evaluations.
         compiles: True to predict the memory use of the compiled step if the recipe enables
-            torch.compile, which takes at least ten seconds. False to predict the memory use without
-            torch.compile.
+            torch.compile; this prediction takes at least ten seconds. False to predict the memory
+            use without torch.compile.
     """
 
     recipe: ResolvedRecipe
@@ -117,7 +117,7 @@ class Estimate:
 
     @property
     def peak(self) -> tuple[str, PhasePeak]:
-        """The phase with the highest peak: its name, and the memory in use at the peak."""
+        """Name of the phase with the highest peak, and the memory in use at that peak."""
         return max(self.phases.items(), key=lambda phase: phase[1].bytes)
 
     @property
@@ -223,9 +223,9 @@ class Estimator:
     ) -> Estimate:
         """Return the estimate with its speed measured by timing steps.
 
-        The estimate is returned unchanged if the candidate does not fit in memory, if the plan is
-        not for a single device of this machine, or if timing has already taken more than
-        `most_seconds`. The worker processes must be idle during this call.
+        The estimate is returned unchanged if the candidate does not fit in memory, if it is not for
+        a single device of this machine, or if timing has already taken more than `most_seconds`.
+        The worker processes must be idle during this call.
         """
         if not (_is_timed(machine) and estimate.fits) or _is_offloaded(estimate.recipe):
             return estimate

@@ -1,4 +1,5 @@
-"""Worker processes that trace models for plans, and the process that predicts a run.
+"""Manage the worker processes that trace models for plans, and the separate process that predicts a
+run.
 
 Tracing is pure Python, so each process uses one core. The workers are forked from a server process,
 which imports torch while this process runs its own imports.
@@ -189,8 +190,8 @@ def _work(end: Connection) -> None:
     logging.disable(logging.WARNING)
     warnings.simplefilter("ignore")
     gc.disable()
-    # Exclude the imported objects from garbage collection. A collection would write to their memory
-    # pages and thereby copy them into each worker.
+    # Exclude the imported objects from garbage collection. Otherwise, a collection would write to
+    # their memory pages, which would then be copied.
     gc.freeze()
     with contextlib.suppress(EOFError, OSError):
         while True:

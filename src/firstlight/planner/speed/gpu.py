@@ -22,9 +22,9 @@ inner dimension.
 For GPU types that were measured with `python -m benchmarks gpu`, these fractions are replaced by
 fitted constants (`measured_gpus.json`). So far, this is only the H100. All other types use the
 H100's constants, scaled by the fraction of the data sheet's rate that each type reaches in large
-products (`assumed_shares`). A measured GPU and an unmeasured GPU can therefore be compared fairly.
-For types that were not measured, the ranges have the widths given above. They include two published
-speeds of GPT-2 124M in compiled bf16 on an A100 with 40 GB:
+products (`assumed_shares`). The order of two GPUs therefore depends on their data sheets, and not
+on which of them was measured. For types that were not measured, the ranges have the widths given
+above. They include two published speeds of GPT-2 124M in compiled bf16 on an A100 with 40 GB:
 
 - 135 ms for 12 x 1024 tokens (nanoGPT's README);
 - 115,000 tokens/s with 32 x 1024 tokens (karpathy/llm.c, pull request 323, PCIe).
