@@ -19,7 +19,14 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, ProgressColumn, TextColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    Progress,
+    ProgressColumn,
+    TaskProgressColumn,
+    TextColumn,
+    TimeRemainingColumn,
+)
 
 from firstlight.errors import ConfigError
 
@@ -70,7 +77,7 @@ def silence() -> None:
 
 def progress_bar(*columns: ProgressColumn, shown: bool = True) -> Progress:
     """Return a progress bar on stderr that shows a description, the percentage, `columns` and the
-    remaining time.
+    remaining time. Tasks without a total show neither percentage nor remaining time.
 
     The bar is shown only in a terminal. If stderr is a log file, the caller should print messages
     instead.
@@ -79,7 +86,7 @@ def progress_bar(*columns: ProgressColumn, shown: bool = True) -> Progress:
     return Progress(
         TextColumn("{task.description}"),
         BarColumn(),
-        TextColumn("{task.percentage:>3.0f}%"),
+        TaskProgressColumn("{task.percentage:>3.0f}%"),  # empty if the total is unknown
         *columns,
         TimeRemainingColumn(),
         console=target,
