@@ -41,14 +41,14 @@ if TYPE_CHECKING:
 _SHOWN_SAMPLES, _SHOWN_COMMANDS = 2, 3
 #: Maximum number of characters of the prompt in a suggested command.
 _PROMPT_CHARS = 32
-#: Minimum number of characters of a suggested prompt of several words, and of one word in a script
-#: without upper and lower case.
+#: Minimum number of characters in a suggested prompt with several words, and minimum number of
+#: characters in a single word of a script without upper and lower case.
 _LEAST_CHARS, _LEAST_LETTERS = 8, 4
-#: Characters that can follow a whole word; "" is the end of the line.
+#: Characters that can follow a complete word. "" represents the end of the line.
 _AFTER_A_WORD = ("", *"\t,;:.!?…،؛؟।、，；：。！？")
 #: Minimum budget, in minutes, that is suggested for a longer run.
 _LEAST_MINUTES = 3
-#: Purposes of the commands that train further.
+#: Purposes of the commands that continue training or train longer.
 _CONTINUE, _LONGER = "continue this run", "train longer, in another folder"
 #: An earlier checkpoint is recommended if its bits per byte are lower than those of the last
 #: evaluation by at least this fraction.
@@ -187,14 +187,15 @@ def first_words(prompts: Iterable[str]) -> str:
         # characters.
         short = short or text.strip()[:_PROMPT_CHARS]
         is_sentence = " " in short and len(short) >= _LEAST_CHARS
-        # A script without upper and lower case may also be written without spaces.
+        # Text in a script without upper and lower case may not contain any spaces.
         if is_sentence or (len(short) >= _LEAST_LETTERS and short.lower() == short.upper()):
             return short
     return ""
 
 
 def _is_of_words(character: str) -> bool:
-    """Return True for spaces, letters, and the marks that belong to the letters of many scripts."""
+    """Return True for spaces, letters, and combining marks, which belong to the letters in many
+    scripts."""
     return character == " " or unicodedata.category(character)[0] in "LM"
 
 
@@ -308,7 +309,7 @@ def result_lines(run: TextRun) -> Iterator[str]:
 
 
 def _remedy(run: TextRun) -> str:
-    """Return advice on how to improve a model that has learned too little."""
+    """Return advice for improving a model that has learned too little."""
     purposes = [purpose for _, purpose in run.next_commands]
     if run.best or not {_CONTINUE, _LONGER}.intersection(purposes):
         return "add texts, because more steps on the same texts would not help"

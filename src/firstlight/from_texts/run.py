@@ -256,8 +256,8 @@ def _go_on(request: Request, call: RunCall) -> TrainResult:
             "start a new run on the same texts with another --run.dir"
         )
     call.tell(f"resuming {call.folder}")
-    # `began` is not passed, so that the budget is not charged again for the start of a command. The
-    # run trains for the time that was left when it was stopped.
+    # `began` is not passed, so that the start of this command does not count towards the budget a
+    # second time. The run trains for the time that was left when it was stopped.
     with RunForecaster() as forecaster:
         return train(
             load_recipe(call.folder / RECIPE_NAME),

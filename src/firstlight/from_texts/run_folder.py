@@ -135,8 +135,8 @@ class RunCall:
                 (self.folder / STATE_NAME).unlink(missing_ok=True)
 
     def write_unread(self, names: Sequence[str]) -> None:
-        """Write the list of files that were not read, with reasons, to the run folder. Do nothing
-        if all files were read.
+        """Write a list of the files that were not read, and the reasons, to the run folder. Do
+        nothing if all files were read.
 
         Raises:
             StorageError: a file system error.

@@ -133,7 +133,7 @@ class CorpusFacts:
 
     @property
     def gzip_text(self) -> str:
-        """`gzip_bits_per_byte` for messages, with "about" if it is an estimate."""
+        """`gzip_bits_per_byte` formatted for messages, with "about" if it is an estimate."""
         is_exact = not self.is_sampled and self.text_bytes // _GZIP_BLOCK_BYTES <= _GZIP_BLOCKS
         return f"{'' if is_exact else 'about '}{self.gzip_bits_per_byte:.2f}"
 
@@ -229,15 +229,17 @@ def scan_corpus(
 
 
 class GzipSample:
-    """Evenly spaced blocks of a text, from which the size of the compressed text is estimated.
+    """Evenly spaced blocks of the text, from which the size of the compressed text is estimated.
 
-    The beginning of a text is not enough: files with similar names are often similar.
+    The beginning of the text would not be representative, because files with similar names often
+    have similar content.
     """
 
     def __init__(self) -> None:
         self._rest = bytearray()
         self._window = b""
-        #: Pairs (preceding block, block). gzip refers to the preceding 32 KiB of text.
+        #: Pairs (preceding block, block). The preceding block is kept because gzip can refer to the
+        #: preceding 32 KiB of text.
         self._blocks: list[tuple[bytes, bytes]] = []
         self._seen = 0
         self._step = 1
@@ -259,8 +261,8 @@ class GzipSample:
             self._blocks, self._step = self._blocks[::2], 2 * self._step
 
     def bits_per_byte(self) -> float:
-        """Return the compressed size of the text in bits per byte. It is exact if no block was
-        dropped."""
+        """Return the compressed size of the text in bits per byte. The size is exact if no block
+        was dropped."""
         blocks = [block for _, block in self._blocks]
         if self._step == 1:
             text = b"".join([*blocks, self._rest])

@@ -842,14 +842,14 @@ def _draw_samples(axes: Any, columns: Sequence[Sequence[str]], step: int) -> Non
 
 
 def write_model_comparison(comparison: ModelComparison, path: Path) -> None:
-    """Write the page of a comparison of two models.
+    """Write the HTML page that compares two models.
 
     Raises:
         StorageError: the file can't be written.
     """
 
     def strength(segment: Segment) -> int:
-        # The strength of the colour is the difference in bits.
+        # The intensity of the colour is the difference in bits.
         return min(round(abs(segment.after - segment.before)), 4)
 
     write_file(path, _page("models.html", {"found": comparison, "strength": strength}))
