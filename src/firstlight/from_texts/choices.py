@@ -2,8 +2,8 @@
 learning rates and the schedule.
 
 The choices depend on the text, the machine and the length of the run. Each choice has a recipe key,
-a value, and a sentence that explains the value. Values set by the user are kept, and the remaining
-settings are chosen to fit them.
+a value, and a sentence that explains the value. Values set by the user are not changed, and the
+remaining settings are chosen to match them.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ def choose_vocabulary(facts: CorpusFacts, fixed: Mapping[str, Any]) -> Choice:
         return Choice("model.vocab_size", int(given), "given")
     size = vocabulary_for(facts.total_bytes)
     reason = f"for {rounded(facts.total_bytes)} bytes of text"
-    # Minimum vocabulary: 256 byte tokens, one token per common character, and an equal number of
-    # tokens for combinations of characters.
+    # The minimum vocabulary has 256 byte tokens, one token per common character, and the same
+    # number of tokens for combinations of characters.
     signs = 256 + 2 * facts.common_characters
     if size < signs:
         size = min(1 << math.ceil(math.log2(signs)), defaults.VOCABULARIES[-1][1])
@@ -71,8 +71,8 @@ def choose_vocabulary(facts: CorpusFacts, fixed: Mapping[str, Any]) -> Choice:
 
 
 def check_given(request: Request) -> None:
-    """Reject invalid values set by the user before any text is read. Values that do not fit any
-    candidate model are also invalid.
+    """Reject invalid values set by the user before any text is read. Values that no candidate model
+    supports are also rejected.
 
     Raises:
         ConfigError: see `Request.check` and `choose`.
@@ -84,9 +84,10 @@ def check_given(request: Request) -> None:
     fixed = request.fixed
     vocab_size = int(fixed.get("model.vocab_size") or defaults.VOCABULARIES[0][1])
     require_vocab_size(vocab_size)
-    # Choose settings for ordinary text on a machine with enough memory for every model. This raises
-    # an error if the user's values do not fit. A parameter count (--size 10M) is not checked here,
-    # because its validity can depend on the actual vocabulary of the text.
+    # Choose settings for ordinary text on a machine with enough memory for every model, because
+    # this choice raises an error if the user's values contradict each other. A parameter count
+    # (--size 10M) is not checked here, because its validity can depend on the actual vocabulary of
+    # the text.
     machine = MachineFacts("this machine", "cpu", [(1e9, 1e3)], usable_bytes=1 << 62)
     size = request.size if request.size in defaults.SIZES else None
     text = usual_text(vocab_size, None)
@@ -95,8 +96,8 @@ def check_given(request: Request) -> None:
 
 @dataclass(frozen=True)
 class _Candidate:
-    """A candidate model with its run, its expected bits per byte on held-out text, and the duration
-    of its shortest acceptable training loop."""
+    """A candidate model and its run. It also contains the expected bits per byte on held-out text
+    and the duration of the shortest acceptable training loop."""
 
     shape: ModelSize
     run: RunFacts
@@ -137,8 +138,8 @@ def choose(
         ConfigError: the size is unknown, no model fits in memory, or values given by the user
             contradict each other.
     """
-    # The requested vocab_size is ignored here, because the tokenizer may have fewer tokens. `text`
-    # has the actual number.
+    # The requested vocab_size is ignored here, because the tokenizer may have fewer tokens. The
+    # actual number of tokens is `text.vocab_size`.
     given = {key: value for key, value in (fixed or {}).items() if value is not None}
     fixed = {key: value for key, value in given.items() if key != "model.vocab_size"}
     best, count = _best_of_all(text, machine, length, fixed, size=size)
@@ -153,7 +154,8 @@ def choose(
     def with_text(more: TextFacts) -> _Candidate:
         return _best_of_all(more, machine, length, fixed, size=size)[0]
 
-    # With a different vocabulary, the given size could select a different model, or no valid model.
+    # With a different vocabulary size, the parameter count given by the user could select a
+    # different model, or no valid model at all.
     keeps_vocabulary = size is not None or any(key.startswith("model.") for key in given)
     within = (
         "with the same number of tokens" if length.seconds is None else "within the same budget"
@@ -174,7 +176,7 @@ def _best_of_all(
     *,
     size: str | None,
 ) -> tuple[_Candidate, int]:
-    """Return the best candidate and the number of candidates. The arguments are those of `choose`.
+    """Return the best candidate and the number of candidates. For the arguments, see `choose`.
 
     Raises:
         ConfigError: see `choose`.
@@ -184,7 +186,7 @@ def _best_of_all(
     for shape in shapes:
         try:
             candidates.append(_candidate(shape, text, machine, length, fixed=fixed))
-        except ConfigError as error:  # The batch is not a multiple of this sequence length.
+        except ConfigError as error:  # tokens per step not a multiple of seq_len
             problem = problem or error
     if problem is not None and not candidates:
         raise problem
@@ -210,8 +212,8 @@ def _candidate(
     *,
     fixed: Mapping[str, Any],
 ) -> _Candidate:
-    """Return a candidate model with its batch size, the number of steps that fit in the available
-    time, and its expected loss. Long runs use longer sequences."""
+    """Return a candidate model and its run, including the batch size, the number of steps that fit
+    in the available time, and the expected loss. Long runs use longer sequences."""
     given = given_batch(fixed, shape.seq_len)
     unit = given_unit(fixed, shape.seq_len)
     size = STATE_BYTES * shape.parameters
@@ -220,9 +222,9 @@ def _candidate(
     def tokens_at(rate: float, way: Compiling) -> float:
         if length.seconds is None:
             return length.tokens or 0.0
-        # Reserve the usual fraction of the time for everything other than steps, even if more is
-        # needed, so that `plan --budget` chooses the same model. During the run, the measured speed
-        # determines the actual length.
+        # Reserve the usual fraction of the time for evaluations and checkpoints, even if they need
+        # more. `plan --budget` reserves the same fraction and therefore chooses the same model. The
+        # actual length of the run depends on the speed that is measured during the run.
         left = way.left_of(length.seconds)
         return tokens_in_time(rate, left, text, fixed.get("schedule.epochs"))
 
@@ -238,7 +240,8 @@ def _candidate(
     left = None if length.seconds is None else way.left_of(length.seconds)
     parts = part_facts.parts_of_run(rate, steps * batch, left)
     run = RunFacts(steps, batch, shape.seq_len, rate, parts, way)
-    # The given batch may be a multiple of the short sequence length, but not of the long one.
+    # A batch size set by the user may be a multiple of the short sequence length but not of the
+    # long sequence length.
     context = fixed.get("model.max_position_embeddings", defaults.LONG_SEQ_LEN)
     tokens_given = fixed.get("batch.global_batch_tokens", 0)
     fits = tokens_given % (defaults.LONG_SEQ_LEN * unit // shape.seq_len) == 0
@@ -256,8 +259,8 @@ def _candidate(
 def _reason_of_width(
     best: _Candidate, size: str | None, fixed: Mapping[str, Any], candidates: int
 ) -> str:
-    """Return the reason for the width of the best candidate. `candidates` is the number of
-    candidates."""
+    """Return text that explains why the best candidate's width was chosen. `candidates` is the
+    number of candidates."""
     if size is not None:
         return "the given size" if size in defaults.SIZES else f"the size nearest to {size}"
     if candidates == 1:
@@ -273,7 +276,7 @@ def _model_choices(shape: ModelSize, reason: str, fixed: Mapping[str, Any]) -> I
 
     Args:
         shape: chosen model size.
-        reason: reason for the width.
+        reason: text that explains the choice of the width.
         fixed: values given by the user, keyed by `section.key`.
     """
     layout = {key: value for key, value in defaults.LAYOUT.items() if key.startswith("model.")}
@@ -323,8 +326,8 @@ def _uses_muon(fixed: Mapping[str, Any]) -> bool:
 
 
 def _layout(fixed: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `defaults.LAYOUT` without the keys that conflict with the user's optimizer and
-    embeddings."""
+    """Return `defaults.LAYOUT` without the keys that conflict with the user's settings for the
+    optimizer and the embeddings."""
     unfit = set[str]()
     if not _uses_muon(fixed):
         unfit |= {key for key in defaults.LAYOUT if key.startswith("optimizer.")}
@@ -363,8 +366,8 @@ def _length_choices(
         if run.seconds < defaults.EARLY * length.seconds:
             reason = "upper limit; the epoch limit ends the run earlier"
         else:
-            # With a higher limit on epochs, the run fills its time even if steps are faster than
-            # measured.
+            # Raise the limit on epochs, so that the run uses all of its time even if steps are
+            # faster than measured.
             most /= defaults.EARLY
         yield Choice("schedule.max_minutes", minutes, reason)
         # The limit on epochs is also set for runs that are expected to stay far below it. A machine
@@ -379,7 +382,7 @@ def _length_choices(
         passes = f"{run.tokens:,} tokens, {counted(epochs, 'epoch', '.2g')}"
         yield Choice("schedule.max_steps", run.steps, passes)
     yield run.warmup(2)
-    # Warm-up and decay must fit in the run.
+    # Together, the warm-up and the decay must not take more steps than the run has.
     rising = fixed.get("schedule.warmup_ratio", 0.0)
     schedule["schedule.decay_fraction"] = min(schedule["schedule.decay_fraction"], 1 - rising)
     for key, value in schedule.items():
@@ -412,8 +415,8 @@ def _advice(
     Args:
         best: chosen model and its run.
         text: facts about the text.
-        with_text: function from facts about a different text to the model that would be chosen for
-            a run of the same length on that text.
+        with_text: function that receives facts about a different text. It returns the model that
+            would be chosen for a run of the same length on the different text.
         within: length of the run, described in words.
         keeps_vocabulary: True to keep the vocabulary size for the longer text.
     """
@@ -429,7 +432,7 @@ def _advice(
     plenty = longer_text(text, defaults.MORE_TEXT, keeps_vocabulary=keeps_vocabulary)
     other = with_text(plenty)
     gain = 1 - other.bits / best.bits
-    # The advice does not suggest more text than the run on the longer text would read.
+    # Do not suggest more text than the longer run would read.
     factor = min(defaults.MORE_TEXT, other.run.tokens * plenty.bytes_per_token / size)
     whole = size + text.val_tokens * text.bytes_per_token
     return (
@@ -442,9 +445,9 @@ def _advice(
 def candidate_shapes(
     vocab_size: int, fixed: Mapping[str, Any], size: str | None = None
 ) -> list[ModelSize]:
-    """Return the candidate models: the shapes in `defaults.SHAPES`, or the single shape of a given
-    size. A width or depth set by the user is kept. If the user sets the number of heads, widths
-    must be divisible by that number.
+    """Return the shapes of the candidate models. These are the shapes in `defaults.SHAPES` or, if
+    `size` is given, a single shape. A width or depth set by the user is used for all candidates. If
+    the user sets the number of attention heads, all widths are divisible by this number.
 
     Args:
         vocab_size: vocabulary size of the tokenizer.
@@ -505,8 +508,9 @@ def _fits_heads(width: int, fixed: Mapping[str, Any]) -> bool:
 
 
 def _seq_len(width: int, fixed: Mapping[str, Any]) -> int:
-    """Return the sequence length: the length set by the user or, by default, the usual length for
-    the model's width. It is limited to the context length if the user has set one.
+    """Return the sequence length that the user has set. If the user has not set it, return the
+    usual sequence length for the model's width, limited to the context length if the user has set
+    one.
     """
     usual = next(seq_len for most, seq_len in defaults.SEQ_LENS if width <= most)
     context = fixed.get("model.max_position_embeddings") or usual
@@ -514,8 +518,9 @@ def _seq_len(width: int, fixed: Mapping[str, Any]) -> int:
 
 
 def _of_size(size: str, vocab_size: int, fixed: Mapping[str, Any]) -> Sequence[tuple[int, int]]:
-    """Return the shape of a named size, or the shape nearest to a parameter count among the shapes
-    that fit the given number of heads. The result is a list with one element."""
+    """Return a list with one shape for the given size. If `size` is a parameter count, this is the
+    shape with the nearest parameter count whose width is valid with the number of heads that the
+    user has set."""
     if size in defaults.SIZES:
         return [defaults.SIZES[size]]
     wanted = parameters_of(size)

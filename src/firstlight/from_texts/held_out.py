@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Literal
 from firstlight.data.records import digest_of
 
 if TYPE_CHECKING:
-    # This imports tokenizers, which takes too long before the first message.
+    # Imported here, because this module imports tokenizers, which would delay the first message.
     from firstlight.data.prepare import SplitOf
 import functools
 from typing import TypeAlias
@@ -30,16 +30,16 @@ Hashes: TypeAlias = npt.NDArray[np.uint64]
 
 #: Length of a shingle in bytes. It is about five words or one line of code.
 _SHINGLE_BYTES = 32
-#: Number of hashes in a sketch, and number of these hashes that are used as keys in the index of
-#: documents.
+#: _SKETCH is the number of hashes in a sketch. The first _KEYS hashes of each sketch are used as
+#: keys in the index of documents.
 _SKETCH, _KEYS = 48, 8
 #: Maximum number of bytes of a document, counted from its start, from which its sketch is computed.
 _MOST_BYTES = 1 << 20
 #: Minimum estimated Jaccard similarity of near-duplicates.
 _SIMILAR = 0.5
 
-#: Base of the rolling hash: 2^64 divided by the golden ratio, which is an odd number with irregular
-#: bits.
+#: Base of the rolling hash. It is 2^64 divided by the golden ratio, rounded to an odd number, and
+#: its bits are irregular.
 _BASE = 0x9E3779B97F4A7C15
 _MASK = (1 << 64) - 1
 
@@ -55,7 +55,8 @@ class NearDuplicates:
     Attributes:
         groups: group number of each document, in the order in which they were added. The number of
             a group is the number of its first document.
-        bridged: groups that contain a document similar to a document of another group.
+        bridged: numbers of the groups that contain a document similar to a document in a different
+            group.
         compared: number of documents that were compared with earlier ones.
     """
 
@@ -82,8 +83,8 @@ class NearDuplicates:
             if similarity(found, self._sketches[other]) >= _SIMILAR
         ]
         if similar:
-            # The document joins the earliest similar group. Validation documents are added first,
-            # so their groups take precedence.
+            # If several groups are similar, the document is added to the earliest one. Validation
+            # documents are added first, so their groups take precedence.
             self.groups[number] = min(similar)
         if len(set(similar)) > 1:
             self.bridged.update(similar)
@@ -102,16 +103,16 @@ def sketch(text: str) -> Hashes:
     if count < 1:
         return np.empty(0, np.uint64)
     powers, inverses = _powers()
-    # The polynomial hash of a window is the hash of the prefix that ends with the window, minus the
-    # hash of the prefix before the window. This difference is divided by a power of the base, so
-    # that the hash does not depend on the position of the window.
+    # The polynomial hash of a window is the hash of the text up to the end of the window, minus the
+    # hash of the text before the window. Dividing the difference by a power of the base makes it
+    # independent of the window's position.
     before = np.zeros(len(data) + 1, np.uint64)
     np.cumsum(np.frombuffer(data, np.uint8) * powers[: len(data)], out=before[1:])
     hashes = (before[_SHINGLE_BYTES:] - before[:count]) * inverses[:count]
     hashes ^= hashes >> np.uint64(32)
     hashes *= np.uint64(_BASE)
-    # Repeated windows have equal hashes. Take more hashes than needed, because duplicates are
-    # removed.
+    # Windows with the same text have equal hashes. More hashes than needed are selected here,
+    # because duplicates are removed afterwards.
     most = min(4 * _SKETCH, count)
     return np.unique(np.partition(hashes, most - 1)[:most])[:_SKETCH]
 
@@ -139,8 +140,8 @@ def _powers() -> tuple[Hashes, Hashes]:
     return found[0], found[1]
 
 
-#: Fraction of a corpus's bytes to hold out, and maximum number of held-out bytes. More held-out
-#: text would hardly improve the estimate of the loss.
+#: Fraction of the bytes of a corpus that are held out, and maximum number of held-out bytes. More
+#: held-out text would hardly improve the estimate of the loss.
 HELD_OUT_SHARE = 0.1
 HELD_OUT_BYTES = 1 << 20
 
@@ -150,14 +151,15 @@ class HeldOut:
     """The split of a corpus into training and validation text.
 
     Attributes:
-        digests: hashes of the held-out documents; None if the ends of documents are held out
-            instead.
+        digests: hashes of the documents that are held out. None if the ends of all documents are
+            held out instead of whole documents.
         fraction: held-out fraction of the text.
-        whole: if the ends of documents are held out, hashes of the documents whose ends are not
-            held out because a similar document may contain the same end.
+        whole: if the ends of documents are held out, hashes of the exceptions, which are used for
+            training in full. Their ends are not held out because a similar document may contain the
+            same text.
         similar: number of held-out documents that are similar to an earlier held-out document.
         left_out: hashes of documents that are excluded from training, because they are similar to
-            validation texts given by the user.
+            validation documents given by the user.
         left_out_bytes: UTF-8 bytes of the documents in `left_out`.
     """
 
@@ -169,11 +171,11 @@ class HeldOut:
     left_out_bytes: int = 0
 
     def splitter(self) -> SplitOf:
-        """Return a function from a document's text to its split, for a single pass over the
-        documents in order.
+        """Return a function that receives the text of a document and returns its split. Use the
+        function for a single pass over the documents in their original order.
 
-        The function returns None for a document to skip, such as a duplicate of an earlier
-        document, and "tail" for a document whose end is held out.
+        The function returns None for documents to skip, such as duplicates of earlier documents. It
+        returns "tail" for documents whose end is held out.
         """
         seen: set[bytes] = set()
 
@@ -190,13 +192,13 @@ class HeldOut:
 
 
 def hold_out(near: NearDuplicates, sizes: Mapping[bytes, int]) -> HeldOut:
-    """Select the text to hold out: whole documents, or the ends of documents if there are only a
-    few.
+    """Select the text to hold out. Whole documents are held out if there are enough documents, and
+    otherwise the ends of documents.
 
     Args:
         near: near-duplicates among the documents.
-        sizes: size of each document in bytes, keyed by the hash of its text, in the order of
-            `near.groups`.
+        sizes: size of each document in bytes, keyed by the hash of its text. The documents have the
+            same order as in `near.groups`.
     """
     digests, counts = list(sizes), list(sizes.values())
     share = held_out_share(sum(counts))
@@ -207,7 +209,7 @@ def hold_out(near: NearDuplicates, sizes: Mapping[bytes, int]) -> HeldOut:
     members = Counter(near.groups)
     others = {group for group, count in members.items() if count == 1} - near.bridged
     alike = [number for number, group in enumerate(near.groups) if group not in others]
-    # If similar documents make up most of the text, too little text would be left to hold out.
+    # If most of the text consists of similar documents, there would be too little text to hold out.
     is_most = 2 * sum(counts[number] for number in alike) > sum(counts)
     return HeldOut(None, share, frozenset(() if is_most else (digests[n] for n in alike)))
 
@@ -245,13 +247,13 @@ def held_out_groups(
     Args:
         groups: group number of each document.
         sizes: size of each document in bytes.
-        bridged: groups that are never held out, because they are similar to other groups. They are
-            not merged with the similar groups, so that adding a document does not move other groups
-            between the splits.
+        bridged: groups that are never held out, because they are similar to other groups. Merging
+            similar groups would also keep near-duplicates together. However, adding a document to
+            the corpus could then move other documents between the splits.
 
     Returns:
-        The indices of the held-out documents in ascending order, or None if the share can't be
-        reached with whole groups. If the result is None, the ends of documents should be held out.
+        The indices of the held-out documents in ascending order. The result is None if whole groups
+        can't make up the desired share. In this case, the ends of documents should be held out.
     """
     members: dict[int, list[int]] = {}
     for number, group in enumerate(groups):
@@ -268,7 +270,7 @@ def held_out_groups(
             held += numbers
             taken += size
         seen += size
-    # If a few documents make up most of the text, whole documents can't reach the share.
+    # If most of the text is in a few documents, whole documents can't make up the desired share.
     return sorted(held) if taken >= share * total / 2 else None
 
 

@@ -1,5 +1,5 @@
-"""Fit a plan to its machine: find a micro-batch size that fits in memory, measure (CPU) or predict
-(GPU) the speed of fine-tuning, and train the fitted recipe."""
+"""Adapt a plan to the machine and train. The micro-batch size is reduced until the run fits in
+memory. The speed of fine-tuning is measured on a CPU and predicted for a GPU."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ def _parameters(recipe: ResolvedRecipe) -> int:
     return count_parameters(meta_model(recipe.model)).total
 
 
-#: Keys that divide a step into micro-batches. Values that the user sets for these keys are not
-#: changed.
+#: Recipe keys that determine how a step is divided into micro-batches. Values set by the user are
+#: not changed.
 _CUTS = frozenset({"batch.micro_batch_size", "batch.gradient_accumulation_steps"})
 
 
 def facts_for_model(recipe: ResolvedRecipe, machine: Machine) -> MachineFacts:
-    """Return the machine with its speed for a recipe's model without torch.compile. The speed is
-    measured on a CPU and predicted for a GPU.
+    """Return facts about the machine, including its speed for the model of a recipe without
+    torch.compile. The speed is measured on a CPU and predicted for a GPU.
 
     Raises:
         ConfigError: the GPU's speed is unknown.
@@ -85,8 +85,8 @@ class FittedRecipe:
     Attributes:
         recipe: recipe to train.
         resolved: the same recipe with all open keys resolved, as written to the run folder.
-        choices: choices with the final micro-batch size and time budget of the recipe, and with the
-            exact parameter count.
+        choices: chosen settings, with the final micro-batch size, time budget and exact number of
+            parameters filled in.
         forecast: expected memory and speed; None if they can't be predicted.
     """
 
@@ -96,7 +96,7 @@ class FittedRecipe:
     forecast: Forecast | None
 
     def applied_to(self, plan: PlanT) -> PlanT:
-        """Return the plan for this recipe, with its choices and expected memory use filled in."""
+        """Return a copy of the plan with the choices and the expected memory use of this recipe."""
         memory = None if self.forecast is None else self.forecast.peak_bytes
         return replace(plan, choices=self.choices, memory_bytes=memory)
 
@@ -104,14 +104,14 @@ class FittedRecipe:
 def fitted_recipe(
     plan: RunPlan, folder: Path | None = None, length: Callable[[], Length] | None = None
 ) -> FittedRecipe:
-    """Return a plan's recipe, with the micro-batch size halved until the run fits in memory. If the
-    user has set the size or the number of micro-batches, that value is kept.
+    """Return the recipe of a plan after halving its micro-batch size until the run fits in memory.
+    If the user has set the size or number of micro-batches, the micro-batch size is not changed.
 
     Args:
         plan: plan of the run.
         folder: run folder; None if the plan is only shown and not trained.
         length: function that returns the remaining length of the run; None to keep the length in
-            the plan. It is called last, because fitting the recipe takes time.
+            the plan. It is called last, because finding a micro-batch size that fits takes time.
     """
     # The tokenizer may have fewer tokens than the requested vocab_size.
     overrides = [one for one in plan.request.overrides if one[0] != "model.vocab_size"]
@@ -194,7 +194,7 @@ def _written_lines(plan: RunPlan, call: RunCall) -> Iterator[str]:
         yield from plan.table()
     option = "" if call.explain else " (--explain shows them)"
     yield f"all settings with their reasons: {recipe}{option}"
-    # Texts are prepared in the run's data folder, conversations in the cache.
+    # Text is prepared in the run's data folder. Conversations are prepared in the cache folder.
     names = UNREAD_NAME, REJECTED_NAME, TOO_LONG_NAME, f"{DATA_FOLDER}/{REJECTED_NAME}"
     lists = [call.folder / name for name in names]
     if written := [str(path) for path in lists if path.is_file()]:
@@ -210,7 +210,7 @@ class KnownForecast:
     def forecast(
         self, recipe: ResolvedRecipe, hardware: Hardware, processes: int
     ) -> Forecast | None:
-        """Return the existing forecast; the arguments are ignored. See `Forecaster.forecast`."""
+        """Return the existing forecast. The arguments of `Forecaster.forecast` are ignored."""
         return self._forecast
 
     def advise(self, recipe: ResolvedRecipe, hardware: Hardware, processes: int) -> str | None:

@@ -1,5 +1,5 @@
-"""Train a new model on texts: scan the texts, create a tokenizer and shards, choose the settings,
-and train."""
+"""Train a new model on text. The text is scanned, a tokenizer and token shards are created, the
+settings are chosen, and the model is trained."""
 
 from __future__ import annotations
 
@@ -30,10 +30,11 @@ from firstlight.planner.advise.law import Length, TextFacts
 if TYPE_CHECKING:
     from firstlight.training.loop import TrainResult
 
-#: Number of seconds of training after which the speed of the run is compared with the speed
-#: measured before training.
+#: After this number of seconds, the speed of training is compared with the speed that was measured
+#: before training.
 _FIRST_SECONDS = 10.0
-#: Number of initial steps that are slow because they compile and allocate memory.
+#: Number of steps at the beginning of a run that are slow, because they compile the model and
+#: allocate memory.
 _SLOW_STEPS = 2
 
 
@@ -42,11 +43,11 @@ class TextPlan(RunPlan):
     """The plan of a new model's run.
 
     Attributes:
-        scan: scan of the texts.
-        text: token statistics of the texts, which are estimated until the texts are prepared.
+        scan: result of scanning the text.
+        text: token statistics of the text. They are estimates until the text is prepared.
         vocabulary: reason for the vocabulary size.
-        held_out_gzip: size of the held-out text when compressed with gzip -9, in bits per byte;
-            None if the texts are not prepared yet.
+        held_out_gzip: size of the held-out text after compression with gzip -9, in bits per byte;
+            None if the text is not prepared yet.
     """
 
     scan: Scan
@@ -65,7 +66,7 @@ class TextPlan(RunPlan):
 
     def choose_again(self, length: Length, text: TextFacts | None = None) -> TextPlan:
         """Return the plan for a different length of the run. If `text` is given, it replaces the
-        token statistics of the texts."""
+        previous token statistics."""
         text = text or self.text
         choices = choose(text, self.speed, length, self.request.fixed, size=self.request.size)
         return replace(self, text=text, choices=choices)
@@ -96,7 +97,7 @@ class TextPlan(RunPlan):
 
 
 class NewModel:
-    """Trains a new model on texts; implements `run.Work`.
+    """Trains a new model on text. This class implements the `run.Work` interface.
 
     Args:
         request: inputs, length and overrides of the run.
@@ -104,7 +105,7 @@ class NewModel:
         progress: True to show a progress bar.
 
     Attributes:
-        content_key: hash of the texts.
+        content_key: hash of the text.
 
     Raises:
         InputError, ConfigError: see `scan_texts`.
@@ -115,7 +116,7 @@ class NewModel:
         self.content_key = self._scan.facts.content_key
 
     def plan(self, request: Request, gpu: str | None = None) -> TextPlan:
-        """Choose settings from estimated token statistics of the texts.
+        """Choose settings based on estimated token statistics of the text.
 
         Args:
             request: inputs, overrides and length of the run; the default length is
@@ -148,7 +149,7 @@ class NewModel:
         return plan
 
     def begin(self, plan: RunPlan, request: Request, call: RunCall) -> TrainResult:
-        """Prepare the texts, choose the settings again from the counted tokens and the remaining
+        """Prepare the text, choose the settings again based on the counted tokens and the remaining
         time, and train."""
         assert isinstance(plan, TextPlan)
         scan, size = plan.scan, plan.text.vocab_size
@@ -181,7 +182,7 @@ class NewModel:
     def _train(
         self, plan: TextPlan, data: Path, call: RunCall, *, chosen_again: bool = False
     ) -> TrainResult:
-        """Train a plan's model.
+        """Train the model of a plan.
 
         Raises:
             _OtherModelError: a different model is expected to be better (see `_FirstSteps`). This
@@ -204,7 +205,7 @@ class NewModel:
 
 
 class _OtherModelError(RunReplacedError):
-    """Error that ends a run because a different model is expected to be better.
+    """Raised to end a run if a different model is expected to be better.
 
     Args:
         message: message shown to the user.
@@ -217,9 +218,9 @@ class _OtherModelError(RunReplacedError):
 
 
 class _FirstSteps:
-    """Callback of `train` for each step's metrics. It calls `call.on_step`. If the speed in the
-    first seconds of training differs from the speed measured before training, it chooses the model
-    again.
+    """Callback that `train` calls with the metrics of each step. It calls `call.on_step`. If the
+    speed in the first seconds of training differs from the speed that was measured before training,
+    it also chooses the model again.
 
     Args:
         plan: plan of the run.
@@ -230,8 +231,8 @@ class _FirstSteps:
         self._plan, self._call = plan, call
         self._rates: list[float] = []
         self._seconds = 0.0
-        # If the user sets the size of the model, or a number of tokens or steps, the choice does
-        # not depend on the speed.
+        # The choice of the model depends on the speed only if there is a time budget and the user
+        # has not set the model's size.
         self._is_done = plan.request.seconds is None or plan.request.size is not None
 
     def __call__(self, record: Mapping[str, Any]) -> None:
@@ -257,8 +258,8 @@ class _FirstSteps:
             self._choose_again(reached, factor, record["elapsed_seconds"])
 
     def _choose_again(self, reached: float, factor: float, used: float) -> None:
-        """Choose again between the current model, trained for the full time, and other models,
-        trained for the remaining time.
+        """Choose the model again. The current model would be trained for the full time, and any
+        other model only for the remaining time.
 
         Args:
             reached: tokens per second in the first steps.
@@ -273,7 +274,7 @@ class _FirstSteps:
         try:
             left = call.length(plan.request)
             other = plan.choose_again(left)
-        except ConfigError:  # Too little time is left, even for the smallest model.
+        except ConfigError:  # There is not enough time left, even for the smallest model.
             return
         assert left.seconds is not None
         whole = Length(used + left.seconds)
@@ -294,7 +295,7 @@ _SHAPE = ("model.hidden_size", "model.num_hidden_layers")
 
 def _is_better(other: Choices, kept: Choices) -> bool:
     """Return True if `other` is a different model from `kept` and is expected to reach fewer bits
-    per byte. A different model is also accepted if the expected bits per byte are unknown.
+    per byte. If the expected bits per byte are unknown, any different model is accepted.
     """
     if all(other[key] == kept[key] for key in _SHAPE):
         return False
@@ -304,9 +305,9 @@ def _is_better(other: Choices, kept: Choices) -> bool:
 
 
 def _forget_first_steps(folder: Path) -> None:
-    """Delete the checkpoints, times and metrics of a run's first steps.
+    """Delete the checkpoints, the recorded times and the metrics of a run's first steps.
 
-    If the run is killed afterwards, it restarts with the model in its recipe.
+    If the run is killed after this, it restarts with the model in its recipe.
     """
     from firstlight.checkpoint.manifest import CHECKPOINTS
     from firstlight.files.atomic import remove_file, remove_folder
@@ -319,13 +320,13 @@ def _forget_first_steps(folder: Path) -> None:
 
 
 def counted_text(data: Path, facts: CorpusFacts, xz: float | None = None) -> TextFacts:
-    """Return facts about prepared text, with counted tokens.
+    """Return facts about prepared text. The numbers of tokens are counted, not estimated.
 
     Args:
         data: folder of the shards.
         facts: facts about the corpus from its scan.
-        xz: size of the held-out text when compressed with xz, in bits per byte; None to keep the
-            value measured on the sample.
+        xz: size of the held-out text after compression with xz, in bits per byte; None to keep the
+            value that was measured on the sample.
     """
     from firstlight.data.shards import read_manifest
 

@@ -1,5 +1,5 @@
-"""Measure how hard text is to learn by compressing a sample of it with xz and with n-gram models. A
-measurement takes one to four seconds."""
+"""Measure how difficult text is to learn, by compressing a sample of the text with xz and with
+n-gram models. This takes one to four seconds."""
 
 from __future__ import annotations
 
@@ -14,16 +14,18 @@ from firstlight.from_texts.held_out import HeldOut
 from firstlight.planner.advise import defaults
 from firstlight.planner.advise.law import Hardness
 
-#: Number of characters in a piece, and maximum number of characters in the sample.
+#: The sample consists of pieces of text. These constants are the number of characters in a piece
+#: and the maximum number of characters in the sample.
 _PIECE, _KEPT = 1 << 13, 5 << 19
 #: Maximum number of characters on which the n-gram models are trained and tested.
 _TRAINED, _TESTED = 1 << 20, 3 << 16
-#: Minimum number of held-out characters for the test. If there are fewer, one out of every
-#: `_TEST_PART` training pieces is used for testing instead of for training.
+#: Minimum number of held-out characters for testing the n-gram models. If there are fewer, one out
+#: of every `_TEST_PART` training pieces is used for testing instead of for training.
 _FEWEST, _TEST_PART = 1 << 11, 8
 #: Context lengths of the two n-gram models, in characters.
 _CONTEXT, _LONG_CONTEXT = 3, 8
-#: Number of bits in a code point, and in the number of a context.
+#: Number of bits that represent a code point, and number of bits that represent the index of a
+#: context.
 _BITS = 21
 
 _Codes = np.ndarray[tuple[int], np.dtype[np.uint64]]
@@ -36,8 +38,8 @@ class _Piece:
     Attributes:
         digest: hash of the document.
         text: text of the part.
-        end: number of characters of the part that come before the end of the document. The end may
-            be held out.
+        end: number of characters of this part that come before the tail of the document. If the
+            ends of documents are held out, the tail is not used for training.
     """
 
     digest: bytes
@@ -46,7 +48,8 @@ class _Piece:
 
 
 class TextSample:
-    """A sample of a corpus, consisting of pieces that are spread evenly over the corpus."""
+    """A sample of a corpus. It consists of short pieces of text that are spread evenly over the
+    corpus."""
 
     def __init__(self) -> None:
         self._every = 1
@@ -60,8 +63,8 @@ class TextSample:
         Args:
             digest: hash of the document.
             text: text of the document.
-            end: number of characters of the document that are not held out, if the ends of
-                documents are held out.
+            end: if the ends of documents are held out, number of characters before the end of this
+                document.
         """
         count = -(-len(text) // _PIECE)
         for number in range(-self._seen % self._every, count, self._every):
@@ -76,9 +79,9 @@ class TextSample:
             self._characters = sum(len(piece.text) for piece in self._pieces)
 
     def hardness(self, held: HeldOut) -> Hardness:
-        """Use the sample to measure how hard the text is to learn.
+        """Measure how difficult the text is to learn, based on the sample.
 
-        If there is too little text for a measurement, assume the n-gram bits of ordinary text.
+        If there is too little text for a measurement, the n-gram bits of ordinary text are assumed.
         """
         train, test = [], []
         for piece in self._pieces:
@@ -99,21 +102,22 @@ class TextSample:
         bits = ngram_bits(_codes(known), _codes(wanted), _LONG_CONTEXT)
         short = max(bits[_CONTEXT], defaults.LEAST_NGRAM_BITS)
         ratio = max(bits[_LONG_CONTEXT], defaults.LEAST_NGRAM_BITS) / short
-        # The held-out text is compressed in its original order. If the pieces were in random order,
-        # xz would miss repetitions.
+        # The held-out pieces are compressed in their original order. In random order, xz would find
+        # fewer repetitions.
         return Hardness(xz, short, ratio, xz_bits_per_byte("".join(test).encode("utf-8")))
 
 
 def xz_bits_per_byte(data: bytes) -> float:
-    """Return the size of data when compressed with xz, in bits per byte."""
+    """Return the size of the data after compression with xz, in bits per byte."""
     xz = lzma.LZMACompressor()
     return 8 * (compress(xz, data) + len(xz.flush())) / max(len(data), 1)
 
 
 def _shuffled(pieces: Sequence[str]) -> str:
-    """Return the pieces in random order, joined by newlines."""
+    """Return the pieces of text in random order, joined by newlines."""
     order = np.random.default_rng(0).permutation(len(pieces))
-    # Without the newline, the first letters of a piece would appear to continue the previous piece.
+    # Without the newline, the beginning of a piece of text would appear to continue the previous
+    # piece.
     return "\n".join(pieces[i] for i in order)
 
 
@@ -127,8 +131,8 @@ def ngram_bits(train: _Codes, test: _Codes, context: int) -> list[float]:
     value for each context length from 0 to `context`.
 
     A model mixes the counts of all contexts up to its longest context with method C of Witten and
-    Bell (1991). A character that does not occur in `train` costs 21 bits, plus the bits for the
-    probability that the contexts assign to new characters.
+    Bell (1991). A character that does not occur in `train` costs 21 bits, in addition to the bits
+    for the event that a new character occurs.
 
     Args:
         train: code points, non-empty.
@@ -138,7 +142,8 @@ def ngram_bits(train: _Codes, test: _Codes, context: int) -> list[float]:
     found = []
     bits = np.uint64(_BITS)
     probability = np.full(len(test), 2.0**-_BITS)
-    # The number of each character's context. The empty context has the number 0.
+    # Each context is represented by a number. This array contains the number of each character's
+    # context, which is 0 for the empty context.
     before, wanted_before = np.zeros_like(train), np.zeros_like(test)
     for _ in range(context + 1):
         seen, wanted = (before << bits) | train, (wanted_before << bits) | test
@@ -153,16 +158,16 @@ def ngram_bits(train: _Codes, test: _Codes, context: int) -> list[float]:
         mixed = (count + kinds[place] * probability) / (totals[place] + kinds[place])
         probability = np.where(has_context, mixed, probability)
         found.append(float(-np.log2(probability).mean()))
-        # A context that is one character longer consists of the previous character and the context
-        # of that character. Contexts that do not occur in `train` get a number that does not belong
-        # to any context in `train`.
+        # The next longer context of a character consists of the previous character and the previous
+        # character's context. All contexts that do not occur in `train` get one common number,
+        # which is not used for any context in `train`.
         before = _shifted(number)
         wanted_before = _shifted(np.where(is_known, same, len(known)))
     return found
 
 
 def _shifted(numbers: np.ndarray[tuple[int], np.dtype[np.int64]]) -> _Codes:
-    """Shift context numbers by one character. Each character gets the number of the previous
-    character, and the first character gets a number that is larger than all others."""
+    """Shift the numbers of contexts by one character. Each character gets the number of the
+    previous character. The first character gets a number that is larger than all others."""
     first = np.full(1, (1 << _BITS) - 1, np.uint64)
     return np.concatenate([first, numbers[:-1].astype(np.uint64)])

@@ -1,4 +1,5 @@
-"""Settings of a run and the printed plan, for training a new model and for fine-tuning."""
+"""Store the chosen settings of a run and format the printed plan, for training a new model and for
+fine-tuning."""
 
 from __future__ import annotations
 
@@ -27,9 +28,8 @@ class Choice:
     Attributes:
         key: recipe key, `section.key`.
         value: chosen value.
-        reason: reason for the value, shown to the user. If the reason is "", the key is omitted
-            from the printed table. This is used for the measured settings of `optim.new_model`,
-            which users rarely change.
+        reason: reason for the value, shown to the user. Keys whose reason is "" are omitted from
+            the printed table. These are settings from `optim.new_model`, which users rarely change.
     """
 
     key: str
@@ -37,7 +37,8 @@ class Choice:
     reason: str
 
     def unless_given(self, fixed: Mapping[str, Any]) -> Choice:
-        """Return this choice, or a choice with the user's value if `fixed` contains its key."""
+        """Return this choice. If `fixed` contains the key, return a choice with the user's
+        value."""
         return Choice(self.key, fixed[self.key], "given") if self.key in fixed else self
 
 
@@ -53,7 +54,7 @@ class Choices:
         tokens_per_second: expected training speed.
         epochs: number of passes over the training data.
         bits_per_byte: lowest and highest expected bits per byte on held-out text. None for
-            fine-tuning and for optimizers other than Muon, because there is no estimate for them.
+            fine-tuning and for optimizers other than Muon, for which there is no estimate.
         advice: sentence about the benefit of more text; "" if the text is long enough.
         compile_gain: expected speed-up from torch.compile, which is included in
             `tokens_per_second`; 1 for a run that is not compiled.
@@ -89,8 +90,8 @@ class Choices:
         return {choice.key for choice in self.choices}
 
     def with_value(self, key: str, value: Any) -> Choices:
-        """Return the choices with a different value for a key. If the key was not chosen, return
-        them unchanged."""
+        """Return the choices with a different value for a key. If the key is not among the chosen
+        keys, return the choices unchanged."""
         return replace(
             self,
             choices=[replace(one, value=value) if one.key == key else one for one in self.choices],
@@ -106,23 +107,24 @@ def _given_passes(fixed: Mapping[str, Any]) -> int:
 
 
 def given_unit(fixed: Mapping[str, Any], seq_len: int) -> int:
-    """Return the number that must divide the number of tokens in a step evenly. It is the sequence
-    length times the micro-batch size and the number of micro-batches that the user has set."""
+    """Return the smallest valid number of tokens per step. All other valid numbers are multiples of
+    it. It is the sequence length, multiplied by the micro-batch size and the number of
+    micro-batches if the user has set them."""
     rows = fixed.get("batch.micro_batch_size")
     return seq_len * (rows if isinstance(rows, int) else 1) * _given_passes(fixed)
 
 
 def given_batch(fixed: Mapping[str, Any], seq_len: int) -> int | None:
-    """Return the number of tokens per step set by the user, either directly or through the size and
-    number of micro-batches. Return None if the user has not set it.
+    """Return the number of tokens per step that the user has set, either directly or through the
+    size and number of micro-batches. Return None if the user has set neither.
 
     Args:
         fixed: values given by the user, keyed by `section.key`.
         seq_len: sequence length in tokens.
 
     Raises:
-        ConfigError: the given number is not a multiple of the sequence length, or contradicts the
-            given micro-batches.
+        ConfigError: the number of tokens is not a multiple of the sequence length, or it does not
+            match the size and number of micro-batches.
     """
     tokens, unit = fixed.get("batch.global_batch_tokens"), given_unit(fixed, seq_len)
     is_whole = isinstance(fixed.get("batch.micro_batch_size"), int) and (
@@ -143,8 +145,8 @@ def given_batch(fixed: Mapping[str, Any], seq_len: int) -> int | None:
 def expected_range(
     bits: float, text: TextFacts, fixed: Mapping[str, Any]
 ) -> tuple[float, float] | None:
-    """Return the lowest and highest expected bits per byte, or None if the user sets an optimizer
-    for which there is no estimate.
+    """Return the lowest and highest expected bits per byte. Return None if the user sets an
+    optimizer for which there is no estimate.
 
     Args:
         bits: result of `law.expected_bits`.
@@ -155,8 +157,8 @@ def expected_range(
     if fixed.get(key, defaults.LAYOUT[key]) != defaults.LAYOUT[key]:
         return None
     low, high = defaults.UNUSUAL_RANGE if text.is_unusual else defaults.EXPECTED_RANGE
-    # Repetitive text is easier to predict than its n-grams suggest. xz finds the repetitions, so
-    # the size compressed with xz is an upper limit for the lowest value.
+    # Repetitive text is easier to predict than its n-grams suggest. Because xz finds repetitions,
+    # the lowest expected value never exceeds the bits per byte of the text compressed with xz.
     lowest = min(low * bits, text.hardness.held_out_xz_bits_per_byte)
     # A uniform guess among the 256 byte values costs 8 bits.
     return lowest, min(high * bits, 8.0)
@@ -196,8 +198,8 @@ def compile_ways(
 
 
 def is_displaced(key: str, fixed: Mapping[str, Any]) -> bool:
-    """Return True if the user sets an alternative to `key`, such as warmup_ratio for
-    warmup_steps, or a kind of schedule that does not have `key`."""
+    """Return True if the user sets an alternative to `key`, such as warmup_ratio instead of
+    warmup_steps. Also return True if the user sets a kind of schedule that does not use `key`."""
     from firstlight.optim.schedule import ALTERNATIVES, KINDS_OF_KEYS
 
     section, _, name = key.partition(".")
@@ -208,13 +210,13 @@ def is_displaced(key: str, fixed: Mapping[str, Any]) -> bool:
     return any(f"schedule.{one}" in fixed for keys in groups for one in keys if one != name)
 
 
-#: Bytes per trained parameter in a checkpoint: weight and two moments in fp32.
+#: Bytes per trained parameter in a checkpoint, which contains the weight and two moments in fp32.
 STATE_BYTES = 12
 
 
 @dataclass(frozen=True)
 class Parts:
-    """Parts of a run other than steps: evaluations, sample texts and checkpoints.
+    """The evaluations, sample texts and checkpoints of a run.
 
     Attributes:
         evaluations: number of evaluations, not counting the one before the first step.
@@ -225,8 +227,8 @@ class Parts:
         save_interval: maximum seconds between two checkpoints; None without a time budget.
         loss_seconds, sample_seconds, save_seconds: expected total seconds of the loss evaluations,
             sample texts and checkpoints.
-        loop_seconds: duration in seconds of the training loop for which the numbers above were
-            chosen.
+        loop_seconds: duration of the training loop, in seconds. The numbers of evaluations, samples
+            and checkpoints were chosen for this duration.
     """
 
     evaluations: int
@@ -248,13 +250,13 @@ class Parts:
     @property
     def share(self) -> float:
         """Fraction of the training loop's time that is reserved for evaluations, sample texts and
-        checkpoints: the usual fraction, or more if needed. The fraction is limited to 0.9, so that
-        models can still be compared if the time is too short."""
+        checkpoints. It is the usual fraction, or a larger fraction if they take more time. It is
+        limited to 0.9, so that models can be compared even if the time is too short."""
         needed = self.seconds / max(self.loop_seconds, 1e-9)
         return min(max(needed, defaults.EVALUATION_SHARE), 0.9)
 
     def share_text(self, seconds: float) -> str:
-        """Return `seconds` as a fraction of the training loop's time, as text."""
+        """Format `seconds` as a fraction of the training loop's time."""
         share = seconds / max(self.loop_seconds, 1e-9)
         return "less than 1%" if share < 0.005 else f"{100 * share:.0f}%"
 
@@ -277,8 +279,8 @@ class PartFacts:
 
     def parts(self, rate: float, loop_seconds: float, budget: float | None) -> Parts:
         """Choose the evaluations, sample texts and checkpoints of a training loop. Use the first
-        entry of `defaults.PARTS` that fits or, if no entry fits, the last entry with as few rows as
-        possible.
+        entry in `defaults.PARTS` whose evaluations fit in the available time. If no entry fits, use
+        the last entry with as few rows per evaluation as possible.
 
         Args:
             rate: training speed in tokens per second.
@@ -365,20 +367,20 @@ class PartFacts:
 
         parts = self.parts(rate, 0.0, 0.0).seconds
         steps = min(defaults.LEAST_STEPS * unit, most_tokens) / rate
-        # A longer loop has additional saves, which take up to SAVE_SHARE of its time.
+        # In a longer loop, additional checkpoints take up to SAVE_SHARE of the time.
         return max(parts / (0.5 - SAVE_SHARE), (parts + steps) / (1 - SAVE_SHARE))
 
 
 @dataclass(frozen=True)
 class RunFacts:
-    """Length and speed of a run, and the choices that depend on them.
+    """The length and speed of a run, and the settings that depend on them.
 
     Attributes:
         steps: number of optimizer steps.
         batch_tokens: number of tokens per step.
         seq_len: sequence length in tokens.
         rate: training speed in tokens per second.
-        parts: evaluations, sample texts and checkpoints.
+        parts: evaluations, sample texts and checkpoints of the run.
         way: compilation mode of the run.
     """
 
@@ -424,8 +426,8 @@ class RunFacts:
         )
 
     def micro_batch(self, machine: MachineFacts, fixed: Mapping[str, Any]) -> Choice:
-        """Choose the micro-batch size in sequences, as a divisor of the number of sequences per
-        step.
+        """Choose the micro-batch size, in sequences. It divides the number of sequences per step
+        evenly.
 
         Args:
             machine: machine to train on.
@@ -448,11 +450,11 @@ class RunFacts:
         )
 
     def warmup(self, percent: int) -> Choice:
-        """Choose the length of the warm-up: a percentage of the run, but at least ten steps. In a
-        run of fewer than 100 steps, the warm-up takes 10% of the run.
+        """Choose the length of the warm-up. It is a percentage of the run, but at least ten steps.
+        In a run with fewer than 100 steps, it is 10% of the run.
 
         Args:
-            percent: length of the warm-up in a long run, in percent of the run.
+            percent: length of the warm-up as a percentage of the run, for long runs.
         """
         steps = max(self.steps * percent // 100, min(10, self.steps // 10))
         share = f"{percent}% of the run, at least 10 steps"
@@ -480,8 +482,8 @@ class RunFacts:
         every = max(math.ceil(self.steps / parts.evaluations), 1)
         reason = f"{parts.evaluations} evaluations in the run"
         if parts.evaluations == 1:
-            # The interval is much longer than the run, so that there is no evaluation before the
-            # end even if the run has more steps than expected.
+            # The interval is much longer than the run. There is then no evaluation before the end,
+            # even if the run has more steps than expected.
             every, reason = 10 * self.steps, "only before the first and after the last step"
         yield Choice("evaluation.every_steps", every, reason)
         if parts.rows * self.seq_len >= held_out_tokens:
@@ -498,8 +500,8 @@ class RunFacts:
         reason = f"{count}, {share(parts.save_seconds)} of the run"
         if parts.save_interval is not None:
             reason = f"also every {time_text(parts.save_interval)}: {reason}"
-            # The time between checkpoints already leads to this number of checkpoints, unless the
-            # limit on epochs ends the run early.
+            # The maximum time between checkpoints already results in this number of checkpoints,
+            # unless the limit on epochs ends the run early.
             if parts.saves * parts.save_interval <= parts.loop_seconds / defaults.EARLY:
                 every = self.steps
             every = every or self.steps
@@ -508,10 +510,11 @@ class RunFacts:
 
 #: Lengths of a run, in seconds, that are offered to the user.
 OFFERED_SECONDS = (180.0, 600.0, 3600.0)
-#: Row of the printed table: (name, value, reason).
+#: Row of the printed table, as (name, value, reason).
 Row = tuple[str, str, str]
 
-#: A suggested budget is sufficient for runs that take up to this multiple of the expected time.
+#: Suggested budgets are this multiple of the expected time, so that they also suffice for slower
+#: runs.
 _SLOWER = 1.2
 
 #: Maximum number of characters of a value in the table.
@@ -537,7 +540,7 @@ class RunPlan(ABC):
     machine: Machine
     speed: MachineFacts
     choices: Choices
-    # The texts of a plan are not prepared yet.
+    # The text has not been prepared yet when the plan is made.
     data: Mapping[str, Any] = field(default_factory=lambda: {"dir": "unused"})
     prompts: Sequence[str] = ()
     start: str | None = None
@@ -556,7 +559,7 @@ class RunPlan(ABC):
     @property
     @abstractmethod
     def recorded(self) -> dict[str, Any]:
-        """Facts on which the chosen settings are based, included in `record`."""
+        """Facts on which the chosen settings are based. They are part of `record`."""
 
     @abstractmethod
     def choose_again(self, length: Length) -> Self:
@@ -569,7 +572,7 @@ class RunPlan(ABC):
             length: length of the training loop that remains within the budget.
 
         Raises:
-            ConfigError: the time is too short; the message names a sufficient budget.
+            ConfigError: the time is too short. The message suggests a sufficient budget.
         """
         whole, least = self.request.seconds, self.choices.least_seconds
         if whole is None or length.seconds is None or length.seconds >= least:
@@ -586,11 +589,12 @@ class RunPlan(ABC):
 
     @abstractmethod
     def first_rows(self) -> list[Row]:
-        """Return the table rows that come before the choices: name, value and reason."""
+        """Return the rows of the table that come before the chosen settings, as (name, value,
+        reason)."""
 
     @abstractmethod
     def model_lines(self) -> Iterator[str]:
-        """Yield lines for the user with the model, the reason for choosing it, and how it is
+        """Yield lines that tell the user which model was chosen, why it was chosen, and how it is
         trained."""
 
     def expected_result(self) -> str:
@@ -598,7 +602,8 @@ class RunPlan(ABC):
         return ""
 
     def lines(self) -> Iterator[str]:
-        """Yield the plan as a few lines for the user: model, length, expected result and memory."""
+        """Yield a few lines that summarise the plan for the user. They contain the model, the
+        length of the run, the expected result and the memory use."""
         yield from self.model_lines()
         yield from length_lines(self.choices, self.speed, self.data_name)
         expected = [self.expected_result()]
@@ -611,8 +616,8 @@ class RunPlan(ABC):
             yield f"more text: {self.choices.advice}"
 
     def table(self) -> Iterator[str]:
-        """Yield a blank line and the table of all choices with their reasons, as lines for the
-        user."""
+        """Yield lines for the user: a blank line and the table of all choices with their
+        reasons."""
         yield ""
         rows = self.first_rows()
         if given := self.request.val_inputs:
@@ -639,11 +644,11 @@ def _whole_minutes(seconds: float) -> str:
 
 
 def length_lines(choices: Choices, speed: MachineFacts, data: str) -> Iterator[str]:
-    """Yield lines for the user with the length of the run and the machine's speed.
+    """Yield lines that tell the user the length of the run and the speed of the machine.
 
     Args:
         choices: all settings.
-        speed: machine with its speed.
+        speed: machine with its measured or predicted speed.
         data: name of the training data, such as "the text".
     """
     origin = speed.origin
@@ -668,8 +673,8 @@ def length_lines(choices: Choices, speed: MachineFacts, data: str) -> Iterator[s
 
 
 def _ends_early(choices: Choices) -> bool:
-    """Return True if the limit on passes over the data ends the run well before its time is used
-    up."""
+    """Return True if the run reaches the maximum number of passes over the data well before its
+    time is used up."""
     if "schedule.max_minutes" not in choices.keys:
         return False
     minutes: float = choices["schedule.max_minutes"]
@@ -714,7 +719,7 @@ def _table_lines(plan: RunPlan, first: Sequence[Row]) -> Iterator[str]:
 
 
 def offers(plan: RunPlan) -> Iterator[tuple[float, Choices]]:
-    """Yield (seconds, settings) for each run length in `OFFERED_SECONDS`."""
+    """Yield a tuple (seconds, chosen settings) for each run length in `OFFERED_SECONDS`."""
     for seconds in OFFERED_SECONDS:
         request = replace(plan.request, seconds=seconds)
         yield seconds, plan.choose_again(request.training_length()).choices

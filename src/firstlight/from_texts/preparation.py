@@ -1,4 +1,4 @@
-"""Prepare the texts of a run as token shards. Later calls with the same texts reuse the shards."""
+"""Prepare the text for a run as token shards. Later calls with the same text reuse these shards."""
 
 from __future__ import annotations
 
@@ -20,10 +20,11 @@ from firstlight.planner.advise import defaults
 if TYPE_CHECKING:
     from firstlight.tokenizer import Tokenizer
 
-#: Maximum bytes of text on which a tokenizer is trained. More text would hardly change the
-#: tokenizer.
+#: Maximum number of bytes of text on which a tokenizer is trained. More text would hardly change
+#: the tokenizer.
 _TOKENIZER_BYTES = 24 << 20
-#: Minimum amount of prepared text, as a multiple of the text that the run is expected to read.
+#: The amount of prepared text is at least this multiple of the text that the run is expected to
+#: read.
 _SPARE = 1.5
 #: Maximum number of bytes of held-out text that are compressed with xz for comparison with the
 #: model.
@@ -32,14 +33,13 @@ _XZ_BYTES = 8 << 20
 
 @dataclass(frozen=True)
 class Preparation:
-    """Texts to prepare.
+    """The text to prepare for a run.
 
     Attributes:
-        scan: scan of the texts.
+        scan: result of scanning the text.
         text_key: field that holds the text in JSONL lines, tables and datasets.
         needed_bytes: bytes of text that the run is expected to read.
-        tokenizer_key: hash or vocabulary size of the tokenizer, which is part of the prepared
-            data's key.
+        tokenizer_key: hash or vocabulary size of the tokenizer. It is part of `key`.
         tokenizer: function that trains or loads the tokenizer.
     """
 
@@ -51,14 +51,14 @@ class Preparation:
 
     @property
     def limit(self) -> int:
-        """Maximum bytes of text to prepare: `defaults.PREPARED_BYTES` times a power of two, so that
-        runs with slightly different budgets share the same shards."""
+        """Maximum number of bytes of text to prepare. It is `defaults.PREPARED_BYTES` multiplied by
+        a power of two, so that runs with slightly different budgets use the same shards."""
         parts = _SPARE * self.needed_bytes / defaults.PREPARED_BYTES
         return defaults.PREPARED_BYTES << max(math.ceil(math.log2(max(parts, 1.0))), 0)
 
     @property
     def key(self) -> str:
-        """Key of the prepared data. Texts with equal keys have the same shards."""
+        """Key that identifies the prepared data. Data with the same key has the same shards."""
         facts = self.scan.facts
         # The size of a dataset on the hub is unknown.
         known = all(source.dataset is None for source in self.scan.sources)
@@ -68,8 +68,8 @@ class Preparation:
 
 def prepared_texts(texts: Preparation, call: RunCall) -> Path:
     """Return the run's data folder, which contains the tokenizer and shards. If an earlier call has
-    prepared data with the same key, its files are linked; otherwise, the texts are prepared. If
-    another call is preparing the same texts, wait until it has finished.
+    already prepared data with the same key, link its files. Otherwise, prepare the text. If another
+    call is currently preparing the same text, wait until it has finished.
 
     Raises:
         InputError, StorageError: see `prepare`.
@@ -82,13 +82,14 @@ def prepared_texts(texts: Preparation, call: RunCall) -> Path:
             continue
         with held(folder / f".{DATA_FOLDER}.lock", "preparing the same texts", call.progress):
             data, state = folder / DATA_FOLDER, read_state(folder)
-            # If a call was killed, the state can contain its `data_key` while the folder still
-            # contains older shards.
+            # After a call was killed, the state may contain its `data_key` although the folder
+            # still contains older shards.
             is_complete = state.get("prepared_key") == texts.key
             if is_complete and (data / "manifest.json").is_file():
                 call.tell(f"reusing the tokenizer and shards of {data}")
                 call.remember(data_key=texts.key, prepared_key=None)
-                # The files are linked, so that this run keeps its data if the other run is deleted.
+                # The files are linked, so that this run keeps its data even if the other run is
+                # deleted.
                 own = call.folder / DATA_FOLDER
                 if folder != call.folder:
                     with new_folder(own, replace=True, synced=True) as linked:
@@ -111,7 +112,7 @@ def prepared_texts(texts: Preparation, call: RunCall) -> Path:
 
 
 def prepare_corpus(texts: Preparation, call: RunCall) -> Path:
-    """Prepare texts in the run folder and replace any existing shards."""
+    """Prepare the text in the run folder and replace any existing shards."""
     from firstlight.data.prepare import prepare
 
     data = call.folder / DATA_FOLDER
@@ -141,13 +142,14 @@ def prepare_corpus(texts: Preparation, call: RunCall) -> Path:
 def train_tokenizer_on(
     scan: Scan, text_key: str, vocab_size: int, tell: Callable[[str], None]
 ) -> Tokenizer:
-    """Train a tokenizer on the texts without the held-out part.
+    """Train a tokenizer on the text without the held-out part.
 
-    A tokenizer that was also trained on the held-out text would have tokens for the names and rare
-    words in that text, and would need fewer tokens for it than for other text.
+    If the tokenizer was also trained on the held-out text, it would have tokens for the names and
+    rare words in the held-out text. It would then encode the held-out text with fewer tokens than
+    other text.
 
     Args:
-        scan: scan of the texts.
+        scan: result of scanning the text.
         text_key: field that holds the text in JSONL lines, tables and datasets.
         vocab_size: number of tokens.
         tell: callback for messages to the user.
@@ -186,8 +188,8 @@ def fitting_prompts(prompts: Sequence[str], tokenizer: Tokenizer, most: int) -> 
 
 
 def held_out_gzip(data: Path) -> float | None:
-    """Return the size of the held-out text in a folder of shards when compressed with gzip -9, in
-    bits per byte. Return None if it is unknown."""
+    """Return the size of the held-out text in a folder of shards after compression with gzip -9, in
+    bits per byte. Return None if the size is unknown."""
     from firstlight.data.shards import read_manifest
 
     held = read_manifest(data)["splits"].get("val", {})
@@ -197,7 +199,7 @@ def held_out_gzip(data: Path) -> float | None:
 
 
 def _xz_bits(data: Path, tokenizer: Tokenizer) -> float | None:
-    """Return the size of the held-out text when compressed with xz, in bits per byte. Return None
+    """Return the size of the held-out text after compression with xz, in bits per byte. Return None
     if there is no held-out text."""
     from firstlight.data.corpus import TokenDataset
     from firstlight.data.shards import read_manifest

@@ -1,5 +1,5 @@
-"""The user's request for a run on texts or conversations. The inputs, the length and the settings
-are checked before any input is read."""
+"""Store and check the user's request for a run on text or conversations. The inputs, the length and
+the settings are checked before any input is read."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from firstlight.errors import ConfigError, nearest
 from firstlight.planner.advise import defaults
 from firstlight.planner.advise.law import Length
 
-#: Length of a run in seconds if the user has not set the length and can't be prompted for it.
+#: Default length of a run in seconds. It is used if the user has not set the length and can't be
+#: prompted for it.
 DEFAULT_SECONDS = 600.0
 #: Keys that restrict the valid widths of a model.
 HEADS = ("model.num_attention_heads", "model.num_key_value_heads")
@@ -26,14 +27,14 @@ class Request:
     Attributes:
         inputs: files, folders, globs, "stdlib" or "hf:NAME[:CONFIG[:SPLIT]]".
         seconds: wall-clock time of the whole command.
-        tokens, steps: number of tokens to train on; number of optimizer steps.
+        tokens, steps: length of the run as a number of tokens or optimizer steps.
         size: name of the model's size, or its parameter count as text; None to choose the size.
         overrides: pairs (`section.key`, value as YAML text).
         text_key: field that holds the text in JSONL lines, tables and datasets.
         init_from: folder of the initial model; None to train a new model.
-        val_inputs: texts to validate on, in the same form as `inputs`; if empty, a part of the
+        val_inputs: validation data, in the same form as `inputs`. If it is empty, a part of the
             inputs is held out.
-        as_is: True to read texts unchanged; see `prepare`.
+        as_is: True to read text unchanged; see `prepare`.
     """
 
     inputs: Sequence[str]
@@ -59,14 +60,14 @@ class Request:
 
     @property
     def has_length(self) -> bool:
-        """True if the request sets the length of the run."""
+        """True if the user has set the length of the run."""
         return (self.seconds, self.tokens, self.steps) != (None, None, None)
 
     def training_length(self, text_bytes: float = 0.0) -> Length:
         """Return the expected length of training.
 
-        With a time budget (by default `DEFAULT_SECONDS`), this is the budget minus the seconds that
-        the other parts of the command are expected to take.
+        With a time budget, the result is the budget minus the seconds that the rest of the command
+        is expected to take. The default budget is `DEFAULT_SECONDS`.
 
         Args:
             text_bytes: bytes of text that must be prepared.
@@ -91,7 +92,8 @@ class Request:
             conversations: True if the inputs are conversations.
 
         Raises:
-            ConfigError: a key is unknown or is determined by the inputs, or a value is invalid.
+            ConfigError: a key is unknown, a key can't be set because the inputs determine its
+                value, or a value is invalid.
         """
         from firstlight.recipe import parse_recipe
 
@@ -128,7 +130,7 @@ class Request:
                 f"--size applies to new models only: omit it, or omit --init-from {self.init_from}"
             )
         data = {"kind": "chat", "files": ["unused"]} if conversations else {"dir": "unused"}
-        # Some keys are only valid together with keys that are chosen later.
+        # Some keys are only valid in combination with keys that are chosen later.
         others = sections_for(self.fixed)
         parse_recipe({"data": data, **others}, "options", self.overrides)
 
@@ -163,7 +165,7 @@ def request_of(
 
         pairs = override_pairs(pairs)
     if size is not None and size not in defaults.SIZES:
-        parameters_of(size)  # Raises an error before any text is read.
+        parameters_of(size)  # raises an error if the size is invalid
     return Request(
         _names(inputs),
         _parsed("--budget", parse_time, budget),
@@ -179,8 +181,8 @@ def request_of(
 
 
 def sections_for(fixed: Mapping[str, Any]) -> dict[str, Any]:
-    """Return recipe sections with values for keys that are chosen later. Without these keys, the
-    keys set by the user could be invalid.
+    """Return recipe sections with preliminary values for keys that are chosen later. Without these
+    values, keys set by the user could be rejected as invalid.
     """
     layout, size = defaults.LAYOUT, defaults.HEAD_DIM
     found: dict[str, Any] = {"schedule": {"kind": layout["schedule.kind"]}}

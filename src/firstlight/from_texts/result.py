@@ -1,5 +1,5 @@
-"""Result of a run on texts: the loss compared with gzip and xz, sample texts, and commands that use
-the model."""
+"""Summarise the result of a run. The summary contains the loss compared with gzip and xz, sample
+texts, and commands that use the model."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ if TYPE_CHECKING:
 _SHOWN_SAMPLES, _SHOWN_COMMANDS = 2, 3
 #: Maximum number of characters of the prompt in a suggested command.
 _PROMPT_CHARS = 32
-#: Minimum number of characters of a suggested prompt of several words, and of one word in a script
-#: without upper and lower case.
+#: Minimum number of characters in a suggested prompt with several words, and minimum number of
+#: characters in a single word of a script without upper and lower case.
 _LEAST_CHARS, _LEAST_LETTERS = 8, 4
-#: Characters that can follow a whole word; "" is the end of the line.
+#: Characters that can follow a complete word. "" represents the end of the line.
 _AFTER_A_WORD = ("", *"\t,;:.!?…،؛؟।、，；：。！？")
 #: Minimum budget, in minutes, that is suggested for a longer run.
 _LEAST_MINUTES = 3
-#: Purposes of the commands that train further.
+#: Purposes of the commands that continue training or train longer.
 _CONTINUE, _LONGER = "continue this run", "train longer, in another folder"
 #: An earlier checkpoint is recommended if its bits per byte are lower than those of the last
 #: evaluation by at least this fraction.
@@ -63,25 +63,26 @@ class TextRun:
         run_folder: folder that contains the recipe, the data, the checkpoints and the report.
         training: result of the training; None if the run was already complete.
         choices: all settings; None if the call resumed the run of an earlier call.
-        bits_per_byte: bits per byte on held-out text at the last evaluation (see also `best`); None
-            if there was no evaluation.
-        gzip_bits_per_byte, xz_bits_per_byte: size of the held-out text when compressed with gzip -9
-            or with xz, in bits per byte; None if unknown.
+        bits_per_byte: bits per byte on held-out text at the last evaluation, or at an earlier
+            evaluation if `best` is True. None if there was no evaluation.
+        gzip_bits_per_byte, xz_bits_per_byte: size of the held-out text after compression with gzip
+            -9 or with xz, in bits per byte; None if unknown.
         samples: pairs (prompt, continuation) from the last evaluation.
         seconds: wall-clock time of the whole call.
         next_commands: pairs (command, purpose) of commands that use the model.
-        answers: True if the model was trained on conversations; `bits_per_byte` is then measured on
-            answers.
-        best: True if the last evaluation was clearly worse than an earlier evaluation, and the
-            checkpoint of the earlier evaluation exists. The earlier checkpoint should then be used
-            (`--best`), and `bits_per_byte`, `samples` and `next_commands` refer to it.
+        answers: True if the model was trained on conversations. In this case, `bits_per_byte` is
+            measured on the assistant's answers.
+        best: True if the last evaluation was clearly worse than an earlier evaluation whose
+            checkpoint still exists. The user should then use the earlier checkpoint with `--best`.
+            `bits_per_byte`, `samples` and `next_commands` also refer to the earlier checkpoint.
         held_out_share: fraction of the held-out text on which `bits_per_byte` was measured; 1 for
             conversations. `gzip_bits_per_byte` and `xz_bits_per_byte` refer to all of the held-out
             text.
         expected_bits_per_byte: lowest and highest expected value of `bits_per_byte`; None for
             fine-tuning and for a run that was stopped.
         reward_accuracy: fraction of the held-out preference pairs whose preferred answer had the
-            higher reward at the last evaluation; None without such pairs or evaluation.
+            higher reward at the last evaluation. None if there was no evaluation with preference
+            pairs.
     """
 
     run_folder: Path
@@ -101,7 +102,7 @@ class TextRun:
 
 
 def result_of(call: RunCall, result: TrainResult | None, request: Request) -> TextRun:
-    """Return the result of a call, read from the run folder's files.
+    """Read the result of a call from the files in the run folder.
 
     Args:
         call: the call to `train_texts`.
@@ -113,8 +114,8 @@ def result_of(call: RunCall, result: TrainResult | None, request: Request) -> Te
     evaluated = [line for line in metrics if line["step"] and line.get("bits_per_byte") is not None]
     found = [line["bits_per_byte"] for line in evaluated]
     kept = best_checkpoint(folder)
-    # Several steps can have the same lowest value, and it is possible that none of their
-    # checkpoints was kept.
+    # Several evaluations can have the same lowest value. The checkpoints of their steps may all
+    # have been deleted.
     best_steps = [line["step"] for line in evaluated if line["bits_per_byte"] == min(found)]
     is_worse = bool(found) and min(found) < (1 - _WORSE) * found[-1]
     best = is_worse and kept is not None and kept.step in best_steps
@@ -132,7 +133,7 @@ def result_of(call: RunCall, result: TrainResult | None, request: Request) -> Te
         held = read_manifest(Path(state["data"]))["splits"].get("val")
         gzip = held_out_gzip(Path(state["data"]))
     except DataError as error:
-        # The shards were deleted while the run had them open. The model itself is complete.
+        # The shards were deleted while the run was using them. The model itself is complete.
         call.tell(f"warning: {error}")
     return TextRun(
         folder,
@@ -159,9 +160,9 @@ def result_of(call: RunCall, result: TrainResult | None, request: Request) -> Te
 
 
 def _held_out_share(folder: Path, tokens: int, kind: str | None) -> float:
-    """Return the fraction of a validation split that the evaluations of the run read. Return 1 for
-    conversations, because their rows are not full. `tokens` is the number of tokens in the
-    split."""
+    """Return the fraction of the validation split that each evaluation of the run reads. `tokens`
+    is the number of tokens in the split. For conversations, return 1, because their rows are padded
+    and the fraction can't be computed from the number of tokens."""
     if kind == "chat":
         return 1.0
     recipe = parse_yaml((folder / RECIPE_NAME).read_text(encoding="utf-8"))
@@ -170,29 +171,31 @@ def _held_out_share(folder: Path, tokens: int, kind: str | None) -> float:
 
 
 def first_words(prompts: Iterable[str]) -> str:
-    """Return words for a prompt in a command line: the beginning of the first line that looks like
-    language, as letters and spaces only. Return "" if no line does.
+    """Return words for a prompt in a command line. They are the beginning of the first line that
+    looks like natural language, and consist only of letters and spaces. Return "" if no line looks
+    like natural language.
     """
     for line in itertools.chain.from_iterable(map(str.splitlines, prompts)):
-        # Skip quotation marks, list markers and the like.
+        # Skip quotation marks, list markers and similar characters.
         start = next((at for at, c in enumerate(line) if c.isalnum()), len(line))
         text = "".join(itertools.takewhile(_is_of_words, line[start:]))
         after = line[start + len(text) :][:1]
         if after not in _AFTER_A_WORD:
             text = text.rpartition(" ")[0]  # The last word is a part of a name, a path or a number.
         short = textwrap.shorten(text, _PROMPT_CHARS, placeholder="", break_long_words=False)
-        # In a language without spaces, the line is a single long word and must be cut by
+        # In a language without spaces, the line is a single long word, so it is shortened by
         # characters.
         short = short or text.strip()[:_PROMPT_CHARS]
         is_sentence = " " in short and len(short) >= _LEAST_CHARS
-        # A script without upper and lower case may also be written without spaces.
+        # Text in a script without upper and lower case may not contain any spaces.
         if is_sentence or (len(short) >= _LEAST_LETTERS and short.lower() == short.upper()):
             return short
     return ""
 
 
 def _is_of_words(character: str) -> bool:
-    """Return True for spaces, letters, and the marks that belong to the letters of many scripts."""
+    """Return True for spaces, letters, and combining marks, which belong to the letters in many
+    scripts."""
     return character == " " or unicodedata.category(character)[0] in "LM"
 
 
@@ -246,8 +249,8 @@ def model_commands(
 def _longer(
     call: RunCall, request: Request, metrics: Sequence[Mapping[str, Any]]
 ) -> Iterator[tuple[str, str]]:
-    """Yield a pair (command, purpose) for a longer run, unless a longer run would give the same
-    model."""
+    """Yield the command for a longer run and its purpose. Yield nothing if a longer run would
+    produce the same model."""
     length = read_length(call.folder)
     if length.get("max_steps") is not None and length["max_steps"] == length.get("most_steps"):
         return  # The run has reached the limit on epochs.
@@ -265,8 +268,8 @@ def _longer(
 
 
 def result_lines(run: TextRun) -> Iterator[str]:
-    """Yield at most twelve lines that describe the result to the user: the loss compared with gzip
-    and xz, sample texts, the path of the model, and the most useful commands.
+    """Yield at most twelve lines that describe the result to the user. They contain the loss
+    compared with gzip and xz, sample texts, the path of the model, and the most useful commands.
 
     Args:
         run: result to show.
@@ -298,15 +301,15 @@ def result_lines(run: TextRun) -> Iterator[str]:
         )
     for prompt, text in run.samples[:_SHOWN_SAMPLES]:
         yield f"  {sample_line(prompt, text, console().width - 2)}"
-    # The duration is omitted if the run was already complete, because the call then took only a
-    # moment.
+    # The duration is omitted if the run was already complete, because the call did not train the
+    # model.
     took = "" if run.training is None else f"; total time: {time_text(run.seconds)}"
     yield f"model: {run.run_folder}; report: {run.run_folder / 'report.html'}{took}"
     yield from command_lines(run.next_commands)
 
 
 def _remedy(run: TextRun) -> str:
-    """Return advice on how to improve a model that has learned too little."""
+    """Return advice for improving a model that has learned too little."""
     purposes = [purpose for _, purpose in run.next_commands]
     if run.best or not {_CONTINUE, _LONGER}.intersection(purposes):
         return "add texts, because more steps on the same texts would not help"
@@ -315,8 +318,7 @@ def _remedy(run: TextRun) -> str:
 
 
 def command_lines(commands: Sequence[tuple[str, str]]) -> Iterator[str]:
-    """Yield a blank line, followed by the first commands and their purposes, as lines for the
-    user."""
+    """Yield lines for the user: a blank line, followed by the first commands and their purposes."""
     yield ""
     shown = commands[:_SHOWN_COMMANDS]
     width = max(len(command) for command, _ in shown)

@@ -1,4 +1,4 @@
-"""`train_texts`: train a model on texts or conversations within a time budget."""
+"""Implement `train_texts`, which trains a model on text or conversations within a time budget."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ if TYPE_CHECKING:
     from firstlight.from_texts.result import TextRun
     from firstlight.training.loop import TrainResult
 
-#: Function that shows a plan to the user and returns the run length that the user chooses, in
-#: seconds.
+#: Function that shows a plan to the user, asks for the length of the run, and returns this length
+#: in seconds.
 Ask = Callable[[RunPlan], float]
 
 
 class Work(Protocol):
-    """Interface for the work that a request requires: training a new model (`NewModel`) or
-    fine-tuning an existing model (`FineTuning`).
+    """Interface for performing the work that the user has requested. `NewModel` trains a new model,
+    and `FineTuning` fine-tunes an existing model.
 
     Attributes:
         content_key: hash of the inputs' content.
@@ -54,8 +54,7 @@ class Work(Protocol):
         ...
 
     def begin(self, plan: RunPlan, request: Request, call: RunCall) -> TrainResult:
-        """Prepare the data, choose the settings again from facts about the prepared data, and
-        train.
+        """Prepare the data, choose the settings again based on the prepared data, and train.
 
         Args:
             plan: plan based on estimated facts.
@@ -110,10 +109,12 @@ def train_texts(
     ask: Ask | None = None,
     began: float | None = None,
 ) -> TextRun:
-    """Train a model on texts, from the tokenizer and shards to the evaluation and report.
+    """Train a model on text or conversations. The call includes all steps from the tokenizer and
+    token shards to the evaluation and the report.
 
     A second call with the same inputs and options resumes an unfinished run. A call with different
-    options starts a new run, which reuses the tokenizer and shards if they would be the same.
+    options starts a new run. The new run reuses the existing tokenizer and shards if the options do
+    not affect them.
 
     Args:
         inputs: files, folders, globs, "stdlib" or "hf:NAME[:CONFIG[:SPLIT]]"; see `find_sources`.
@@ -127,19 +128,19 @@ def train_texts(
             choose the size.
         init_from: folder, run or hub id of a model to fine-tune; None to train a new model.
         run_dir: run folder; None for runs/NAME, where NAME is the first input's name.
-        overrides: recipe values, keyed by `section.key`. The other settings are chosen to fit these
-            values.
+        overrides: recipe values, keyed by `section.key`. The remaining settings are chosen to match
+            these values.
         text_key: field that holds the text in JSONL lines, tables and datasets.
-        val_inputs: texts to validate on, in the same form as `inputs`; if empty, a part of the
+        val_inputs: validation data, in the same form as `inputs`. If it is empty, a part of the
             inputs is held out.
-        as_is: True to read texts unchanged; see `prepare`.
+        as_is: True to read text unchanged; see `prepare`.
         resume: True to continue the newest unfinished run on these inputs. The other options of
             that run need not be repeated. If all runs are complete, the newest run is selected.
         on_step: callback for each step's metrics; see `train`. Steps restart at 1 if a different
             model is chosen after the first seconds of training.
         progress: True to show messages and progress on stderr.
-        explain: True to show every chosen setting with its reason before training; the reasons are
-            also comments in the run's recipe.yaml.
+        explain: True to show every chosen setting with its reason before training. The reasons are
+            also written to the run's recipe.yaml as comments.
         ask: function that asks the user for the length of the run if it is not set.
         began: `time.time()` at which the budget starts; None to start it now.
 
@@ -164,8 +165,8 @@ def train_texts(
         as_is=as_is,
     )
     work = work_of(request, tell, progress=progress)
-    # Imported after the first message, because these modules import torch, which takes several
-    # seconds.
+    # These modules are imported after the first message, because they import torch, which takes
+    # several seconds.
     from firstlight.checkpoint.run_folder import held
     from firstlight.from_texts.result import result_of
 
@@ -189,9 +190,10 @@ def train_texts(
 def _with_length(
     request: Request, work: Work, ask: Ask | None, tell: Callable[[str], None]
 ) -> tuple[Request, RunPlan | None, float]:
-    """Return three values: the request with its length set, the plan that was shown to the user,
-    and the seconds spent waiting for the user. These seconds do not count towards the budget. If
-    the user is not prompted for a length, the plan is None and the seconds are 0.
+    """Ask the user for the length of the run if it is not set. Return the request with its length,
+    the plan that was shown to the user, and the number of seconds spent waiting for the user. These
+    seconds do not count towards the budget. If the user is not asked, the plan is None and the
+    number of seconds is 0.
     """
     if request.has_length:
         return request, None, 0.0
@@ -210,7 +212,7 @@ def _result(
     """Start or resume the run. Return None if it is already complete.
 
     Args:
-        work: work for the request.
+        work: object that performs the requested work.
         plan: plan that was shown to the user; None if no plan was shown.
         request: inputs, length and overrides of the run.
         call: run folder, time and messages.
@@ -230,7 +232,7 @@ def _result(
         )
         try:
             plan = plan or work.plan(request)
-            for note in notes:  # Print notes only after planning, because the plan may be rejected.
+            for note in notes:  # Print the notes only after planning, because planning may fail.
                 call.tell(note)
             result = work.begin(plan, request, call)
         except BaseException:
@@ -254,8 +256,8 @@ def _go_on(request: Request, call: RunCall) -> TrainResult:
             "start a new run on the same texts with another --run.dir"
         )
     call.tell(f"resuming {call.folder}")
-    # `began` is not passed, so that the budget is not charged again for the start of a command. The
-    # run trains for the time that was left when it was stopped.
+    # `began` is not passed, so that the start of this command does not count towards the budget a
+    # second time. The run trains for the time that was left when it was stopped.
     with RunForecaster() as forecaster:
         return train(
             load_recipe(call.folder / RECIPE_NAME),
@@ -264,7 +266,7 @@ def _go_on(request: Request, call: RunCall) -> TrainResult:
             on_step=call.on_step,
             progress=call.progress,
             forecaster=forecaster,
-            is_announced=True,  # The call that started the run announced it.
+            is_announced=True,  # by the call that started the run
         )
 
 

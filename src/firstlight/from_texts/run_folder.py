@@ -1,5 +1,5 @@
-"""One call to `train_texts`: its run folder, the state that it saves in this folder for later
-calls, and its time budget."""
+"""Manage one call to `train_texts`: its run folder, its time budget, and the state that it saves in
+the run folder for later calls."""
 
 from __future__ import annotations
 
@@ -42,24 +42,24 @@ DATA_FOLDER = "data"
 TOO_LONG_NAME = "too-long.txt"
 #: Lock file in the run folder, which is locked during a call to `train_texts`.
 LOCK_NAME = ".pipeline.lock"
-#: File name of a run's recipe. It is repeated here, because the module that defines it imports
-#: torch.
+#: File name of a run's recipe. It is also defined in another module, which is not imported here
+#: because it imports torch.
 RECIPE_NAME = "recipe.yaml"
-#: Minimum and maximum seconds of the budget that are reserved for the report. Between these limits,
-#: the reserved time is _RESERVED_SHARE of the time before training, because both the report and the
-#: preparations take longer on a busy machine.
+#: Minimum and maximum number of seconds that are reserved for the report. Between these limits, the
+#: reserved time is the time before training multiplied by _RESERVED_SHARE. The time before training
+#: shows how busy the machine is, and the report also takes longer on a busy machine.
 _RESERVED_SECONDS, _MOST_RESERVED = 4.0, 12.0
 _RESERVED_SHARE = 1 / 8
-#: Minimum duration of the training in seconds. Training for less time would not be worthwhile.
+#: Minimum duration of the training loop in seconds. Shorter training would not be worthwhile.
 _LEAST_SECONDS = 10.0
-#: A suggested budget is sufficient for a second call that takes up to this multiple of the first
-#: call's time for the same work.
+#: When a budget is suggested for a second call, the time that the first call took for the same work
+#: is multiplied by this factor.
 _SLOWER = 1.25
 #: Attributes of a request that are saved in the run folder's state in addition to the overrides.
 _LENGTH_AND_SIZE = ("seconds", "tokens", "steps", "size")
 #: Maximum number of input files whose size and modification time are recorded.
 _KNOWN_FILES = 1000
-#: Reason that is written to the recipe for choices without a reason of their own.
+#: Reason that is written to the recipe for settings that were chosen without a specific reason.
 _MEASURED = "new models learned best with this value: docs/learning.md"
 #: Width of comment lines in the recipe, in characters.
 _WIDTH = 100
@@ -119,23 +119,24 @@ class RunCall:
         write_json(self.folder / STATE_NAME, self.state)
 
     def forget(self) -> None:
-        """Delete the state of a run that has not started and does not have its own data. Without
-        the state, the folder is not a run folder."""
+        """Delete the state file of a run that has not started and does not have its own data. A
+        folder without a state file is not treated as a run folder."""
         if self.state.get("begun"):
             return
         data = self.folder / DATA_FOLDER
         if self.state.get("has_linked_data") and data.is_dir():
-            remove_folder(data)  # The files are links to another run's data.
-        # If there is data, the state is kept. Without it, a folder with unfinished shards would not
-        # belong to any run.
+            # These files are only links to another run's data. If the folder contains its own data,
+            # the state is kept, because unfinished shards would otherwise be left in a folder that
+            # does not belong to any run.
+            remove_folder(data)
         if not data.exists():
             self.state = {}
             with storage_errors(self.folder):
                 (self.folder / STATE_NAME).unlink(missing_ok=True)
 
     def write_unread(self, names: Sequence[str]) -> None:
-        """Write the list of files that were not read, with reasons, to the run folder. Do nothing
-        if all files were read.
+        """Write a list of the files that were not read, and the reasons, to the run folder. Do
+        nothing if all files were read.
 
         Raises:
             StorageError: a file system error.
@@ -159,7 +160,7 @@ class RunCall:
         left = request.seconds - taken - reserved
         if left < _LEAST_SECONDS:
             rest = reserved + _LEAST_SECONDS
-            # A second call reads the texts again, but uses the prepared data.
+            # A second call would read the text again but reuse the prepared data.
             again = _SLOWER * start + rest <= request.seconds
             use = ", or run the command again, which uses the prepared texts" if again else ""
             raise ConfigError(
@@ -193,12 +194,12 @@ def commented_yaml(recipe: Recipe, reasons: Mapping[str, str], header: Iterable[
     """Return a recipe as YAML text with comments.
 
     Args:
-        recipe: recipe; all of its keys are written.
+        recipe: recipe to write, with all of its keys.
         reasons: reasons for the chosen keys, keyed by `section.key`. Each reason is written above
             its key.
-        header: lines of a comment at the top.
+        header: lines of the comment at the beginning of the file.
     """
-    from firstlight.recipe.load import yaml_text  # This imports torch, already loaded here.
+    from firstlight.recipe.load import yaml_text  # imports torch, which is already loaded here
 
     text = yaml_text(recipe.model_dump())
     # File names may contain line breaks.
@@ -233,7 +234,7 @@ def own_options(request: Request) -> list[str]:
 
 
 def command_of(request: Request, options: Sequence[str]) -> str:
-    """Return the command for a run on a request's inputs.
+    """Return the command that trains on the inputs of a request.
 
     Args:
         request: the inputs, the initial model, and the options for reading the inputs.
@@ -290,14 +291,14 @@ def place_of_run(
 
 def facts_of_files(request: Request) -> dict[str, list[int]]:
     """Return the size in bytes and the modification time in nanoseconds of the text files, keyed by
-    name. Only the first files are included, with validation files before training files. A later
-    call uses these values to find out which files have changed.
+    name. The validation files come first, followed by the training files, up to a maximum number of
+    files. A later call uses these values to find out which files have changed.
     """
     inputs = [*request.val_inputs, *request.inputs]
     try:
         paths = [source.path for source in find_sources(inputs) if source.path is not None]
     except InputError:
-        return {}  # In this case, the inputs are conversations in files that are not text files.
+        return {}  # The inputs are conversations in files that are not text files.
     stats = {str(path): path.stat() for path in paths[:_KNOWN_FILES]}
     return {name: [stat.st_size, stat.st_mtime_ns] for name, stat in stats.items()}
 
@@ -305,8 +306,8 @@ def facts_of_files(request: Request) -> dict[str, list[int]]:
 def _changes_since(
     state: Mapping[str, Any], folder: Path, request: Request, content_key: str
 ) -> Iterator[str]:
-    """Yield messages about the files that have changed since an earlier run on the same inputs, and
-    about the command that continues the earlier run. Yield nothing if the earlier run has different
+    """Yield messages that list the files that have changed since an earlier run on the same inputs,
+    and the command that continues the earlier run. Yield nothing if the earlier run has different
     inputs, or if its inputs are unchanged.
 
     Args:
@@ -331,8 +332,8 @@ def _changes_since(
     if shown:
         yield f"the texts have changed since the run in {folder} ({'; '.join(shown)})"
     elif "files" not in state or (is_chat and model == request.init_from):
-        # The files are unchanged, but an earlier version of firstlight started the run, and read
-        # fewer kinds of files or prepared conversations differently.
+        # The files are unchanged. The run was started with an earlier version of firstlight, which
+        # read fewer kinds of files or prepared conversations differently.
         yield f"the texts have changed, or are read differently, since the run in {folder}"
     else:
         return
@@ -365,7 +366,7 @@ def earlier_request(request: Request, content_key: str, run_dir: str | Path | No
     changes: list[str] = []
     for folder in itertools.takewhile(Path.is_dir, [base] if is_given else _numbered(base)):
         state = read_state(folder)
-        # If there are several runs, prefer the messages about a run that can be continued.
+        # If there are several runs, show the messages about a run that can be continued.
         changes = max(changes, list(_changes_since(state, folder, request, content_key)), key=len)
         if _is_of(state, content_key) and (is_bare or state["request"] == wanted):
             changed = (folder / STATE_NAME).stat().st_mtime
@@ -381,7 +382,7 @@ def earlier_request(request: Request, content_key: str, run_dir: str | Path | No
     length = {name: earlier[name] for name in _LENGTH_AND_SIZE}
     own = [one for one in request.overrides if one[0] == "run.dir"]
     overrides = (*map(tuple, earlier["overrides"]), *own)
-    # The new call may name the folder of the initial model by a different path.
+    # The new call may specify the folder of the initial model with a different path.
     return replace(request, **length, init_from=earlier.get("init_from"), overrides=overrides)
 
 
@@ -395,7 +396,7 @@ def has_run(request: Request, content_key: str) -> bool:
 
 
 def _is_of(state: Mapping[str, Any], content_key: str) -> bool:
-    """Return True if a state belongs to a run with this content."""
+    """Return True if the state was saved by a run with this content."""
     return state.get("content_key") == content_key and "request" in state
 
 
@@ -416,7 +417,8 @@ def run_name(inputs: Sequence[str]) -> str:
 
 
 def _base_folder(request: Request, run_dir: str | Path | None) -> tuple[Path, bool]:
-    """Return the first candidate for the run folder, and True if the user has set the folder."""
+    """Return the first candidate for the run folder, followed by True if the user has set the
+    folder and False otherwise."""
     given = run_dir or request.fixed.get("run.dir")
     return Path(given or Path("runs") / run_name(request.inputs)).expanduser(), bool(given)
 
@@ -432,7 +434,7 @@ def read_state(folder: Path) -> dict[str, Any]:
 
 
 def remembered(request: Request) -> dict[str, Any]:
-    """Return the options by which later calls identify a run, as a JSON object."""
+    """Return the options that later calls compare to find the same run, as a JSON object."""
     overrides = [list(one) for one in request.overrides if one[0] != "run.dir"]
     kept = {name: getattr(request, name) for name in _LENGTH_AND_SIZE}
     if request.init_from is not None:

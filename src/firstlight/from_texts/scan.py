@@ -1,5 +1,6 @@
-"""Scan the inputs once before settings are chosen. The scan detects conversations. In text, it
-detects the scripts and the duplicates, and it selects the documents to hold out."""
+"""Scan the inputs once before the settings are chosen. The scan detects whether the inputs are
+conversations or text. In text, it detects writing systems and duplicates, and it selects the
+documents to hold out."""
 
 from __future__ import annotations
 
@@ -62,15 +63,16 @@ from firstlight.planner.advise.law import Hardness, TextFacts, latin_bytes_per_t
 SHOWN_FILES = 5
 #: Maximum number of bytes to read. In a larger corpus, only the first part of each file is read.
 MOST_BYTES = 256 << 20
-#: Number of characters that are counted at a time.
+#: Number of characters that are processed at a time when counting characters.
 _BLOCK_CHARACTERS = 1 << 22
 #: Number of unreadable documents after which reading stops if no readable document has been found.
 _HOPELESS = 1000
-#: Bytes of a block of text that is compressed by gzip, and the maximum number of such blocks. Both
-#: bound the time. A block is at least as long as deflate's window of 32 KiB.
+#: Number of bytes in a block of text that is compressed with gzip, and maximum number of these
+#: blocks. Both limit the time for compression. A block is at least as long as deflate's window of
+#: 32 KiB.
 _GZIP_BLOCK_BYTES, _GZIP_BLOCKS = 32 << 10, 128
 
-#: More familiar names of some Unicode scripts.
+#: Common names for some Unicode scripts, keyed by their Unicode names.
 _SCRIPT_NAMES = {"CJK": "Han", "HIRAGANA": "Japanese kana", "KATAKANA": "Japanese kana"}
 
 
@@ -85,23 +87,25 @@ class CorpusFacts:
         total_bytes: estimated bytes of the whole corpus; equal to `text_bytes` if the whole corpus
             was read.
         common_characters: number of distinct characters that make up 99.9% of the text.
-        scripts: fraction of the letters' bytes by script, largest fraction first.
+        scripts: fraction of the bytes of letters that belongs to each Unicode script, keyed by
+            script. The largest fraction comes first.
         duplicates: number of documents with the same text as an earlier document.
         near_duplicates: number of documents that are similar to an earlier document.
         compared: number of documents that were compared with earlier documents; these are the first
             documents of the corpus.
         rejected: number of unreadable documents, keyed by reason (see `records.REASONS`).
         first_rejected: location and error of the first unreadable document, keyed by reason.
-        gzip_bits_per_byte: size of the text that was read when compressed with gzip -9, in bits per
-            byte; estimated from evenly spaced blocks if the text is longer than 4 MiB.
+        gzip_bits_per_byte: size of the text that was read after compression with gzip -9, in bits
+            per byte. If the text is longer than 4 MiB, the value is estimated from evenly spaced
+            blocks.
         hardness: difficulty of learning the text.
-        content_key: hash of all text that was read and, if only a sample was read, of the limit up
-            to which each file was read.
+        content_key: hash of all text that was read. If only a sample was read, the hash also
+            includes the number of bytes that were read from each file.
         is_sampled: True if only part of the corpus was read.
         changes: number of documents or files with each kind of change, keyed by kind; see
             `cleaning`.
-        changed_files: for each kind of change that occurs in a single file, the name of that file,
-            keyed by kind of change.
+        changed_files: names of files, keyed by kind of change. Only kinds that occur in a single
+            file are included.
     """
 
     documents: int
@@ -129,7 +133,7 @@ class CorpusFacts:
 
     @property
     def gzip_text(self) -> str:
-        """`gzip_bits_per_byte` for messages, with "about" if it is an estimate."""
+        """`gzip_bits_per_byte` formatted for messages, with "about" if it is an estimate."""
         is_exact = not self.is_sampled and self.text_bytes // _GZIP_BLOCK_BYTES <= _GZIP_BLOCKS
         return f"{'' if is_exact else 'about '}{self.gzip_bits_per_byte:.2f}"
 
@@ -142,11 +146,11 @@ class Scan:
         sources: files and datasets of the corpus.
         facts: facts about the corpus.
         split: documents that are held out.
-        prompts: beginnings of held-out texts, used as prompts for sample texts.
+        prompts: beginnings of held-out documents, used as prompts for sample texts.
         held_out_files: text files that are held out, with the limits up to which they were read.
-        val_documents: number of validation documents given by the user, without duplicates; 0 if
-            part of the texts is held out.
-        unread: names of files that are not read because they are not texts.
+        val_documents: number of validation documents given by the user, without duplicates; 0 if a
+            part of the training text is held out.
+        unread: names of files that are not read because they do not contain text.
     """
 
     sources: Sequence[DataSource]
@@ -166,8 +170,8 @@ class Scan:
         """Return sources limited to about `most_bytes` bytes of text in total, including all
         held-out text files.
 
-        Held-out files keep the limits of the scan, because `split` does not contain the hashes of
-        files that are read up to a different limit.
+        Held-out files are read up to the same limits as in the scan. With different limits, their
+        hashes would not match those in `split`.
         """
         return limited_sources(self.sources, most_bytes, self.held_out_files)
 
@@ -185,7 +189,7 @@ def scan_corpus(
     Args:
         sources: files and datasets to read; see `find_sources`.
         text_key: field that holds the text in JSONL lines, tables and datasets.
-        val_sources: texts to validate on; if empty, a part of `sources` is held out.
+        val_sources: validation data. If it is empty, a part of `sources` is held out.
         most_bytes: maximum number of bytes to read.
         progress: True to show a progress bar on stderr.
 
@@ -225,15 +229,17 @@ def scan_corpus(
 
 
 class GzipSample:
-    """Evenly spaced blocks of a text, from which the size of the compressed text is estimated.
+    """Evenly spaced blocks of the text, from which the size of the compressed text is estimated.
 
-    The beginning of a text is not enough: files with similar names are often similar.
+    The beginning of the text would not be representative, because files with similar names often
+    have similar content.
     """
 
     def __init__(self) -> None:
         self._rest = bytearray()
         self._window = b""
-        #: Pairs (preceding block, block). gzip refers to the preceding 32 KiB of text.
+        #: Pairs (preceding block, block). The preceding block is kept because gzip can refer to the
+        #: preceding 32 KiB of text.
         self._blocks: list[tuple[bytes, bytes]] = []
         self._seen = 0
         self._step = 1
@@ -255,8 +261,8 @@ class GzipSample:
             self._blocks, self._step = self._blocks[::2], 2 * self._step
 
     def bits_per_byte(self) -> float:
-        """Return the compressed size of the text in bits per byte. It is exact if no block was
-        dropped."""
+        """Return the compressed size of the text in bits per byte. The size is exact if no block
+        was dropped."""
         blocks = [block for _, block in self._blocks]
         if self._step == 1:
             text = b"".join([*blocks, self._rest])
@@ -295,8 +301,8 @@ class _Counts:
         return self._rejected.total()
 
     def add(self, record: Record, source: DataSource) -> int:
-        """Count a document of a source. Return the document's approximate size in bytes for the
-        progress bar."""
+        """Add a document of a source to the statistics. Return its approximate size in bytes for
+        the progress bar."""
         if record.error is not None:
             reason = record.error.reason
             self._rejected[reason] += 1
@@ -313,8 +319,8 @@ class _Counts:
         content = text.encode("utf-8")
         size = len(content)
         self._digests[digest] = size
-        # The hash of an entire file matches only if the file is later read in the same way as in
-        # the scan.
+        # If an entire file is held out, its hash matches only if the file is later read in the same
+        # way as in the scan.
         if holds_one_document(source) and not any(map(is_separator, record.changes)):
             self._files[digest] = source
         self.text_bytes += size
@@ -368,9 +374,9 @@ class _Counts:
 
         Args:
             sources: all sources.
-            limited: sources with the limits up to which they were read.
+            limited: the same sources with the limits up to which they were read.
             text_key: field that holds the text in JSONL lines, tables and datasets.
-            held: documents that are held out.
+            held: split that determines which documents are held out.
 
         Raises:
             InputError: there is no text, or the text is a single repeated character.
@@ -421,7 +427,7 @@ class _Counts:
         return [file for digest, file in self._files.items() if digest in (held.digests or ())]
 
     def prompts(self, held: HeldOut) -> list[str]:
-        """Return the beginnings of up to three held-out texts."""
+        """Return the beginnings of up to three held-out documents."""
         if held.digests is None:
             ends = [own[1:] for one, own in self._openings.items() if one not in held.whole]
             texts = [text for end in ends for text in end]
@@ -443,18 +449,18 @@ _MOST_OPENINGS = 10_000
 
 
 def opening_of(text: str, start: int = 0) -> str:
-    """Return some words from the beginning of a text, for use as a prompt. If `text` starts in the
-    middle of a document (`start` > 0), skip the first line, which is incomplete."""
+    """Return some words from the beginning of `text` for use as a prompt. If `start` is above 0,
+    `text` starts in the middle of a document, and its incomplete first line is skipped."""
     text = (text[text.find("\n") + 1 :] if start else text).lstrip("\ufeff\n\r ")
-    # Use at most half of the text, because there must be text left to continue.
+    # Use at most half of the text, so that there is text left that the model could predict.
     cut = text[: min(_PROMPT_CHARACTERS, (len(text) + 1) // 2)]
     end = max(cut.rfind(" "), cut.rfind("\n"))
     return (cut[:end] if end > _PROMPT_CHARACTERS // 3 else cut).rstrip()
 
 
 def _scripts(histogram: np.ndarray[tuple[int], np.dtype[np.int64]]) -> dict[str, float]:
-    """Return the fraction of the letters' UTF-8 bytes that belongs to each script. `histogram`
-    counts the code points."""
+    """Return the fraction of the UTF-8 bytes of letters that belongs to each Unicode script.
+    `histogram` contains the number of occurrences of each code point."""
     counts: Counter[str] = Counter()
     for code in np.flatnonzero(histogram).tolist():
         character = chr(code)
@@ -466,7 +472,8 @@ def _scripts(histogram: np.ndarray[tuple[int], np.dtype[np.int64]]) -> dict[str,
 
 
 def described(scan: Scan) -> Iterator[str]:
-    """Yield lines that describe a scan to the user, one line per kind of change or loss."""
+    """Yield lines that describe a scan to the user. There is one line for each way in which
+    documents were changed or left out."""
     facts = scan.facts
     shown = [f"{name} {share:.0%}" for name, share in facts.scripts.items() if share >= 0.01]
     scripts = ", ".join(shown[:5]) or "no letters"
@@ -522,8 +529,8 @@ def estimated_text(facts: CorpusFacts, vocab_size: int, held_out: float) -> Text
         vocab_size: vocabulary size of the tokenizer.
         held_out: bytes of text that are held out.
     """
-    # Non-Latin scripts have more bytes per character and about as many characters per token as
-    # Latin script. The exponent of 0.8 assumes slightly fewer characters per token.
+    # Compared with Latin script, other scripts have more bytes per character and slightly fewer
+    # characters per token. The exponent of 0.8 is an estimate that includes both effects.
     per_token = latin_bytes_per_token(vocab_size) * facts.bytes_per_character**0.8
     return TextFacts(
         vocab_size,
@@ -538,11 +545,11 @@ def estimated_text(facts: CorpusFacts, vocab_size: int, held_out: float) -> Text
 def conversations_in(
     inputs: Sequence[str], text_key: str = "text", *, datasets: bool = True
 ) -> list[DataSource]:
-    """Return the inputs' files that contain conversations or preference pairs.
+    """Return the input files that contain conversations or preference pairs.
 
     Args:
         inputs: files, folders, globs, "stdlib" or "hf:NAME[:CONFIG[:SPLIT]]".
-        text_key: field that holds the text, if the records are texts.
+        text_key: name of the field that contains the text in records of text.
         datasets: True to also check datasets on the Hugging Face hub.
     """
     found: dict[str, DataSource] = {}
@@ -563,7 +570,7 @@ def conversations_in(
 
 def require_texts(inputs: Sequence[str], text_key: str = "text") -> None:
     """Reject inputs that are mostly conversations or preference pairs, because a new model can't be
-    trained on them. `text_key` is the name of the field with the text, if the records are texts.
+    trained on them. `text_key` is the name of the field that contains the text in records of text.
 
     Raises:
         InputError: most of the inputs' bytes are conversations or preference pairs.
@@ -588,8 +595,9 @@ def require_texts(inputs: Sequence[str], text_key: str = "text") -> None:
 
 
 def file_names(inputs: Sequence[str], sources: Sequence[DataSource]) -> list[str]:
-    """Return the value of the recipe's `data.files` for `sources`. This is the list of inputs if
-    they do not contain any other record files; otherwise, it is the list of the names of `sources`.
+    """Return the value of the recipe's `data.files` for `sources`. If `sources` are the only record
+    files among the inputs, this is the list of inputs. Otherwise, it is the list of the names of
+    `sources`.
 
     Args:
         inputs: files, folders, globs or "hf:NAME[:CONFIG[:SPLIT]]".
@@ -611,7 +619,7 @@ def other_files(inputs: Sequence[str], sources: Sequence[DataSource]) -> list[st
     for item in distinct_inputs(inputs):
         try:
             others += [one.name for one in find_records([item]) if one.key not in keys]
-        except InputError:  # The item is a text file.
+        except InputError:  # This input is a text file.
             others += [item] if Path(item).is_file() else []
     return list(dict.fromkeys(others))
 
@@ -627,7 +635,7 @@ def scan_texts(
     *,
     progress: bool,
 ) -> Scan:
-    """Scan a request's texts. The first message is printed before reading begins.
+    """Scan the text of a request. The first message is printed before reading begins.
 
     Args:
         request: inputs, length and overrides of the run.

@@ -1,3 +1,3 @@
-"""Tools for the machine. They detect the device, look up GPUs in a table, and set environment
-variables for torch's thread library and allocator.
+"""Detect the device, look up GPUs in a table, and set environment variables for torch's thread
+library and allocator.
 """

@@ -1,4 +1,4 @@
-"""Estimate how long torch.compile takes on a machine, and how much faster the compiled model is.
+"""Estimate how long torch.compile takes on a machine, and how much it speeds up training.
 
 This module does not import torch, because `train TEXTS` uses it before torch is imported.
 """
@@ -32,17 +32,17 @@ _USUAL = {
     "cpu": {True: (15.0, 0.0, 1.0, 1.0), False: (16.0, 0.5, 1.01, 1.01)},
     "cuda": {True: (12.0, 0.0, 1.8, 3.0), False: (4.0, 2.0, 2.07, 5.5)},
 }
-#: On a CPU, _CPU_WIDTH / (_CPU_WIDTH + width) is added to the speed-up, so wider models gain less.
-#: In a wide model, matrix products take most of the time, and compilation speeds up only the
-#: operations between them.
+#: On a CPU, _CPU_WIDTH / (_CPU_WIDTH + width) is added to the speed-up, which is therefore higher
+#: for narrow models. In a wide model, matrix products take most of the time, and compilation speeds
+#: up only the operations between matrix products.
 _CPU_WIDTH = 40.0
 #: Compiling for a GPU takes _SLOW_HOST times as long on machines with at most _FEW_CORES cores.
 _SLOW_HOST, _FEW_CORES = 3.0, 4
-#: Factor by which compilation is slower, at least, while other programs use the cores.
+#: Minimum factor by which compilation takes longer while other programs use the cores.
 _BUSY = 4.0
-#: Compilation is chosen only if it saves at least this multiple of the time it takes, because both
-#: times are estimates. On one machine, compilation took 1.5 times as long as estimated, and a run
-#: of 50 s had time for only two steps.
+#: Compilation is chosen only if it saves at least this multiple of the compile time. The margin is
+#: necessary because both times are estimates. On one machine, compilation took 1.5 times as long as
+#: estimated, and a run of 50 s had time for only two steps.
 _MARGIN = 1.5
 #: File in the cache folder that stores the compile times.
 _TIMES_NAME = "compile_times.json"
@@ -54,10 +54,11 @@ class Compiling:
     compilation.
 
     Attributes:
-        compiles, regional: the values of `efficiency.compile` and `efficiency.compile_regional`.
+        compiles, regional: values of the recipe keys `efficiency.compile` and
+            `efficiency.compile_regional`.
         seconds: expected compile time in seconds.
         gain: expected speed of a step, as a multiple of its speed without torch.compile.
-        launch_gain: the same multiple for a step whose time is dominated by kernel launches.
+        launch_gain: value of `gain` for a step whose duration is dominated by kernel launches.
     """
 
     compiles: bool
@@ -67,8 +68,9 @@ class Compiling:
     launch_gain: float = 1.0
 
     def left_of(self, seconds: float) -> float:
-        """Return the part of `seconds` that compilation leaves for steps. It is at least a tenth of
-        `seconds`, so that models can be compared even if compilation takes all of the time.
+        """Return the time that is left for steps after compilation, out of `seconds`. The result is
+        at least a tenth of `seconds`, so that models can be compared even if compilation takes
+        longer than that.
         """
         return max(seconds - self.seconds, 0.1 * seconds, 0.0)
 
@@ -79,8 +81,8 @@ NOT_COMPILED = Compiling(False)
 def best_compile_mode(
     modes: Iterable[Compiling], seconds: Callable[[Compiling], float]
 ) -> Compiling:
-    """Return the compilation mode with the shortest total time, which includes the compile time
-    multiplied by `_MARGIN`.
+    """Return the compilation mode with the shortest total time. The total is the run time plus the
+    compile time multiplied by `_MARGIN`.
 
     Args:
         modes: candidate modes, usually including `NOT_COMPILED`.
@@ -101,8 +103,8 @@ class Compiler:
 
     Attributes:
         kind: device type for which code is compiled, "cpu" or "cuda".
-        device: name of the device if it is in this machine; otherwise "". Compile times are stored
-            only for a device in this machine.
+        device: name of the device, or "" if it is not in this machine. Compile times are stored
+            only for devices in this machine.
         cores: number of cores of the machine.
     """
 
@@ -127,15 +129,17 @@ class Compiler:
         return found
 
     def remember(self, size: tuple[int, int], seconds: float, *, regional: bool) -> None:
-        """Record a compile time that was measured with a cold inductor cache. The time is stored as
-        a multiple of the usual compile time.
+        """Record a compile time that was measured with an empty inductor cache. The time is stored
+        as a multiple of the usual compile time.
 
         Only the smallest multiple is kept, because other load on the machine can only make
         compilation slower.
         """
         multiple, times = seconds / self._usual(regional, size), self._times()
         times[self._key] = min(multiple, times.get(self._key, multiple))
-        with contextlib.suppress(StorageError):  # an unwritable cache must not end a run
+        with contextlib.suppress(
+            StorageError
+        ):  # a cache that is not writable must not stop the run
             make_folder(cache_folder())
             write_json(cache_folder() / _TIMES_NAME, times)
 
@@ -146,8 +150,8 @@ class Compiler:
 
     @property
     def _key(self) -> str:
-        # The last number is the version of `_USUAL`, because the stored numbers are multiples of
-        # its times.
+        # The last number is the version of `_USUAL`. It is part of the key because the stored
+        # values are multiples of the times in `_USUAL`.
         return f"{self.device}, {self.cores} cores, torch {_torch_version()}, 2"
 
     def _times(self) -> dict[str, float]:

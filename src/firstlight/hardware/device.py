@@ -1,5 +1,5 @@
-"""Detect the machine's device, including its number formats, peak rates and memory. A GPU that the
-installed torch does not support is rejected.
+"""Detect the device of this machine and its supported dtypes, peak rates and memory. A GPU that the
+installed version of torch does not support is rejected.
 
 Peak rates are never guessed. They are measured on CPUs and on GPUs that are not in the GPU table.
 """
@@ -36,7 +36,7 @@ class Hardware:
     """One device and its properties.
 
     Attributes:
-        device: the device in torch.
+        device: the torch device.
         name: the manufacturer's name for the device.
         memory_bytes: memory of the device; for a CPU, memory of the machine.
         bf16: True if bf16 matrix products run in hardware.
@@ -142,8 +142,9 @@ _WORTHWHILE = 1.2
 def bf16_is_faster(device: torch.device) -> bool:
     """Return True if matrix products on a device are faster in bf16 than in fp32.
 
-    On CPUs, the rates of both dtypes are measured, because hardware support for bf16 does not imply
-    that it is faster. A CPU with avx512_bf16 but without AMX ran bf16 at half the rate of fp32.
+    On CPUs, the rates of both dtypes are measured, because bf16 is not always faster on CPUs that
+    support it in hardware. A CPU with avx512_bf16 but without AMX ran bf16 at half the rate of
+    fp32.
     """
     if device.type != "cpu":
         return True
@@ -210,7 +211,9 @@ def measured_matmul_flops(device: torch.device, dtype: torch.dtype) -> float:
         start = time.perf_counter()
         a @ a
         synchronize(device)
-        if attempt:  # Don't time the first product, which includes building kernels.
+        if (
+            attempt
+        ):  # The first product is not timed, because it includes the time to create kernels.
             best = max(best, 2 * size**3 / (time.perf_counter() - start))
     return best
 
@@ -220,8 +223,8 @@ def single_threaded_pool(workers: int, name: str) -> ThreadPoolExecutor:
 
     Without this limit, each thread that runs an operator in parallel would create its own OpenMP
     threads and keep them. Once a process has more OpenMP threads than cores, GNU OpenMP makes all
-    waiting threads sleep immediately. As a result, once a thread without this limit had written the
-    first checkpoint, the training steps of small models took 1.7 times as long as before.
+    waiting threads sleep immediately. For example, after a thread without this limit had written
+    the first checkpoint, the training steps of small models took 1.7 times as long.
 
     Args:
         workers: number of threads.
@@ -229,9 +232,9 @@ def single_threaded_pool(workers: int, name: str) -> ThreadPoolExecutor:
     """
 
     def use_one_core(threads: int) -> None:
-        # The first call in a new thread initialises its number of torch threads from the
-        # process-wide setting. Make this call first, so that it does not override the number set in
-        # the next line.
+        # The first call in a new thread initialises the thread's number of torch threads from the
+        # process-wide setting. Make this call first, because it would otherwise override the number
+        # that is set in the next line.
         torch.get_num_threads()
         torch.set_num_threads(1)
         # The line above also sets the number for threads that start later. Restore that number from
@@ -263,8 +266,8 @@ def upload(values: Any, device: torch.device, dtype: torch.dtype | None = None) 
 
 
 def download(numbers: Tensor) -> Callable[[], list[float]]:
-    """Start copying numbers of shape [N] to host memory. Return a function that waits for the copy
-    and then returns the numbers.
+    """Start copying a tensor of shape [N] to host memory. Return a function that waits for the copy
+    and then returns the values as a list.
 
     Work that is queued on a CUDA GPU after this call does not delay the copy.
     """
@@ -298,7 +301,7 @@ def free_memory_bytes(device: torch.device) -> int:
     group = Path("/sys/fs/cgroup")
     limit, used, stat = (group / f"memory.{name}" for name in ("max", "current", "stat"))
     if limit.exists() and used.exists() and (text := limit.read_text().strip()) != "max":
-        # Don't count inactive file pages as used, because the kernel frees them when memory is
+        # Inactive file pages are not counted as used, because the kernel frees them when memory is
         # needed.
         cached = re.search(r"^inactive_file (\d+)$", stat.read_text(), re.MULTILINE)
         taken = int(used.read_text()) - (int(cached[1]) if cached else 0)
@@ -315,8 +318,8 @@ _UTILIZATION_SECONDS = 0.2
 
 
 class GpuMonitor:
-    """Reads a GPU's utilization and memory use for a run's metrics. The memory use includes more
-    than the tensors that torch has allocated.
+    """Reads the utilization and memory use of a GPU for the metrics of a run. The memory use also
+    includes memory that is not allocated by torch.
 
     Args:
         device: the device of the run. Values are available only for CUDA GPUs.

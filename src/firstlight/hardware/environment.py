@@ -19,20 +19,20 @@ from pathlib import Path
 
 #: Number of times that a waiting thread of GNU OpenMP checks for work before it sleeps. With the
 #: library's default, every parallel region waits for a time slice if a second program uses the same
-#: cores, which made steps up to 70 times slower. With a much smaller number, threads go to sleep
-#: between operators, and waking them takes a long time on a virtual machine. With 1000, steps on
-#: idle cores took up to twice as long.
+#: cores. This made steps up to 70 times slower. With a much smaller number, threads go to sleep
+#: between operators, and waking them takes a long time on a virtual machine. With 1000 checks,
+#: steps on idle cores took up to twice as long.
 SHORT_SPIN = {"GOMP_SPINCOUNT": "5000"}
 
-#: Number of checks during generation. Generating a token takes several hundred parallel regions of
-#: a few microseconds each, and waking a sleeping thread takes as long as such a region. With
-#: `SHORT_SPIN`, a token took 27 ms instead of 14 to 20 ms.
+#: Number of times that a waiting thread checks for work during generation. Generating a token takes
+#: several hundred parallel regions of a few microseconds each, and waking a sleeping thread takes
+#: as long as one of these regions. With `SHORT_SPIN`, a token took 27 ms instead of 14 to 20 ms.
 _LONG_SPIN = {"GOMP_SPINCOUNT": "30000"}
 
-#: Number of checks while other programs keep the cores busy. A spinning thread would then use up
-#: its time slice, and the other threads of the parallel region would have to wait for the next one.
-#: On two cores with a load of 12, steps took 2.8 s with 5000, 0.35 s with 1000 and 0.21 s with 100.
-#: On idle cores, they took 0.14 s.
+#: Number of times that a waiting thread checks for work while other programs keep the cores busy. A
+#: spinning thread would then use up its time slice, and the other threads of the parallel region
+#: would have to wait for the next one. On two cores with a load of 12, steps took 2.8 s with 5000,
+#: 0.35 s with 1000 and 0.21 s with 100. On idle cores, they took 0.14 s.
 _NO_SPIN = {"GOMP_SPINCOUNT": "100"}
 
 #: Variables for training. Without TORCH_CPP_LOG_LEVEL, torch would print dozens of lines of
@@ -49,15 +49,15 @@ TRAINING = SHORT_SPIN | {"TORCH_CPP_LOG_LEVEL": "ERROR"}
 #: setting this variable.
 _BY_IMPORT = "FIRSTLIGHT_SPINCOUNT"
 
-#: Environment variables that contain options of torch's GPU allocator. The second is the older
-#: name.
+#: Names of the environment variable that contains options for torch's GPU allocator. The second
+#: name is the older one.
 _ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 #: Option that lets tensors of any size reuse freed GPU memory. `takes_expandable_segments` returns
 #: whether the machine supports it.
 EXPANDABLE_SEGMENTS = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
 
-#: Lock held by the outermost of several nested `sharing_cores` contexts.
+#: Lock that is held by the outermost `sharing_cores` context if several are nested.
 _SHARING = threading.Lock()
 
 
@@ -125,8 +125,8 @@ def set_for_command(variables: Mapping[str, str]) -> None:
 
 @contextlib.contextmanager
 def sharing_cores() -> Iterator[None]:
-    """If other programs keep the cores busy, make torch's threads sleep after a short wait, as they
-    do in a command. The load is checked when the context is entered. This function can be used as a
+    """Make torch's threads sleep after a short wait if other programs keep the cores busy. Commands
+    do the same. The load is checked when the context is entered. This function can be used as a
     context manager or as a decorator.
 
     This is necessary because torch reads `GOMP_SPINCOUNT` only when it is imported, and the cores
@@ -167,8 +167,8 @@ def _exceed_cores() -> None:
     """Start GNU OpenMP threads until there is one more than the number of cores. These threads
     sleep, and exit when the calling thread exits.
 
-    As long as they exist, all waiting OpenMP threads check for work only 100 times, as with
-    `_NO_SPIN`. This works even if torch has already been imported. See
+    As long as these threads exist, all waiting OpenMP threads check for work only 100 times, as
+    with `_NO_SPIN`. This works even if torch has already been imported. See
     https://gcc.gnu.org/onlinedocs/libgomp/GOMP_005fSPINCOUNT.html
     """
     import ctypes
@@ -192,8 +192,8 @@ def for_generation() -> dict[str, str]:
 
 
 def cores_are_busy() -> bool:
-    """Return True if other programs currently use more than a quarter of the cores. Return False if
-    they do not, or if their use is unknown.
+    """Return True if other programs are using more than a quarter of the cores. Return False if
+    they are using fewer cores, or if their use is unknown.
     """
     try:
         return 4 * sorted(_running() for _ in range(5))[2] > (os.cpu_count() or 1)
@@ -211,8 +211,9 @@ def usable_cpus() -> int:
 
 
 def _running() -> int:
-    """Return the number of other threads that are running or waiting for a core, on Linux. The load
-    average is not used, because it includes threads that ended up to a minute ago.
+    """Return the number of other threads on this machine that are running or waiting for a core.
+    This is supported on Linux only. The load average is not used, because it includes threads that
+    ended up to a minute ago.
     """
     time.sleep(0.004)
     fields = Path("/proc/loadavg").read_text(encoding="ascii").split()

@@ -1,4 +1,5 @@
-"""Run measurements in separate processes, so that the memory use of one does not affect the next.
+"""Run measurements in separate processes, so that the memory use of one measurement does not affect
+the next.
 
     python -m firstlight.hardware.fresh_process MODULE REQUEST
 
@@ -32,7 +33,7 @@ from typing import Any
 from firstlight.errors import FirstlightError
 from firstlight.hardware.environment import EXPANDABLE_SEGMENTS, TRAINING
 
-#: Value of REQUEST with which a process reads its request from stdin.
+#: Value of REQUEST that causes the request to be read from stdin.
 _FROM_STDIN = "-"
 
 
@@ -95,8 +96,8 @@ def ask_ranks(
     Returns:
         The result of rank 0, or the error of a rank that failed.
     """
-    # Imported here, because importing torch takes a long time. The store is opened before the ranks
-    # start, so that no other program can take its port.
+    # torch is imported here, because importing it takes a long time. The store is opened before the
+    # ranks start, so that no other program can take its port.
     from torch._C._distributed_c10d import TCPStore
 
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -153,9 +154,9 @@ def started(
         yield processes
     finally:
         for process in processes:
-            with process:  # Waits for the process and closes its pipes on exit.
-                # Kill the whole group, because torch.compile's workers would slow down the next
-                # run.
+            # The context manager waits for the process and closes its pipes. The whole process
+            # group is killed, because torch.compile's workers would slow down the next run.
+            with process:
                 end_group(process.pid)
 
 
@@ -168,7 +169,7 @@ def results_of(
     end = None if seconds is None else time.monotonic() + seconds
     for process in processes:
         assert process.stdin is not None
-        # A process that has failed no longer reads its request.
+        # A process that has already failed does not read its request.
         with contextlib.suppress(BrokenPipeError), process.stdin as stdin:
             stdin.write(json.dumps(request))
         process.stdin = None
@@ -185,7 +186,7 @@ def results_of(
 
 
 def error_of(kind: str, message: str) -> dict[str, Any]:
-    """Return the result of a measurement that failed."""
+    """Return an error result, in the format of `ask`."""
     return {"error": {"type": kind, "message": message}}
 
 
@@ -225,7 +226,8 @@ def answer(measure: Callable[[dict[str, Any]], dict[str, Any]], request: str) ->
         measure: function that maps the request to the result.
         request: JSON object as text.
     """
-    # If memory runs out, Linux should kill this process rather than the one that reports the error.
+    # If memory runs out, Linux should kill this process rather than the calling process, which
+    # reports the error.
     with contextlib.suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text("1000", encoding="ascii")
     try:
@@ -239,7 +241,7 @@ def answer(measure: Callable[[dict[str, Any]], dict[str, Any]], request: str) ->
 
 
 class ForkServer:
-    """Runs measurements in forks of a process that has already imported the module.
+    """Runs measurements in forks of a server process that has already imported all modules.
 
     It supports only measurements on CPUs, because a process with a CUDA context can't be forked.
 
@@ -270,16 +272,14 @@ class ForkServer:
             end_group(self._server.pid)
 
     def ask(self, request: Mapping[str, Any], seconds: float | None) -> dict[str, Any]:
-        """Run a measurement in a fork. The arguments and the result are those of the function
-        `ask`.
-        """
+        """Run a measurement in a fork. For the arguments and the result, see the function `ask`."""
         with tempfile.TemporaryDirectory(prefix="firstlight-bench-") as folder:
             out, err = Path(folder) / "out", Path(folder) / "err"
             job = {"request": request, "out": str(out), "err": str(err)}
             assert self._server.stdin is not None
             if not self._is_ready:
-                # Don't delay signals during this wait, because the server's imports take several
-                # seconds.
+                # Signals are not delayed during this wait, because the server's imports take
+                # several seconds.
                 self._line(None)
                 self._is_ready = True
             with signals_waiting():
@@ -321,10 +321,11 @@ class ForkServer:
 
 @contextlib.contextmanager
 def signals_waiting() -> Iterator[None]:
-    """Until the context exits, delay SIGINT, SIGTERM and SIGHUP if they have Python handlers.
+    """Delay the signals SIGINT, SIGTERM and SIGHUP until the context exits, if they have Python
+    handlers.
 
-    If such a handler raised an exception while a process was being started, nothing would ever
-    terminate that process.
+    If a handler raised an exception while a process was being started, the process would never be
+    terminated.
     """
     arrived: list[int] = []
     handlers = {}
@@ -351,8 +352,8 @@ def _serve(measure: Any) -> None:
     """Write a line to stdout once all modules have been imported. Then fork a process for each line
     read from stdin. Write the id of each process when it starts and its exit code when it ends.
     """
-    # This import saves time in each fork. torch's compiler (_inductor) is not imported here,
-    # because it starts threads, and a process with threads can't be forked safely.
+    # Importing the module here saves time in each fork. torch's compiler (_inductor) is not
+    # imported, because it starts threads, and a process with threads can't be forked safely.
     importlib.import_module("torch._dynamo")
     os.write(1, b"ready\n")
     for line in sys.stdin:

@@ -1,14 +1,14 @@
 """Table of GPUs by name, with their rates and memory according to the manufacturers' data sheets.
 `device.py` detects this machine's GPU.
 
-Rates are for dense matrices (without sparsity) and accumulation in fp32. Under these conditions,
-GeForce cards reach half of their advertised rate. Memory sizes are those reported by the driver.
-They are up to a tenth below the advertised sizes if a part is reserved for error correction.
+Rates apply to dense matrices and accumulation in fp32. Under these conditions, GeForce cards reach
+half of their advertised rate. Memory sizes are those reported by the driver. They are up to a tenth
+below the advertised sizes if a part is reserved for error correction.
 
 Apple GPUs share their memory with the CPU. Apple publishes bandwidths and, for M1 and M2, fp32
 rates (apple.com/newsroom, support.apple.com/specs). The rates of M3 and M4 are computed as cores x
-256 x clock. The fp16 rate equals the fp32 rate. Each row describes the variant with the most GPU
-cores among those sold with that memory size.
+256 x clock. The fp16 rate equals the fp32 rate. If several variants are sold with the same memory
+size, the row describes the variant with the most GPU cores.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from firstlight.errors import ConfigError
 _MIB = 2**20
 
 
-#: Rate of fp8 matrix products as a multiple of the bf16 rate, for all GPUs in the table that have
-#: fp8 units. The rates are from the data sheets; for GeForce cards, they are those with
-#: accumulation in fp32.
+#: Rate of fp8 matrix products as a multiple of the bf16 rate. According to the data sheets, this
+#: multiple is the same for all GPUs in the table that have fp8 units. For GeForce cards, it applies
+#: to accumulation in fp32.
 FP8_SPEEDUP = 2.0
 
 
@@ -35,12 +35,13 @@ class GPU:
     Attributes:
         name: the manufacturer's name without the brand.
         memory_bytes: total memory reported by the driver.
-        bandwidth: memory bandwidth, bytes per second.
-        fp32, tf32, fp16, bf16: FLOP/s of matrix products in this format; 0 without hardware
-            support. Kepler (K80) supports neither fp16 nor bf16. Pascal (P100) runs fp16 at twice
-            the fp32 rate. Turing (T4) has tensor cores for fp16. bf16 requires capability (8, 0) or
-            higher.
-        link: bandwidth to other GPUs in the same machine, in bytes per second in each direction.
+        bandwidth: memory bandwidth in bytes per second.
+        fp32, tf32, fp16, bf16: FLOP/s of matrix products in each format; 0 if the format is not
+            supported in hardware. Kepler (K80) supports neither fp16 nor bf16. Pascal (P100) runs
+            fp16 at twice the fp32 rate. Turing (T4) has tensor cores for fp16. bf16 requires
+            capability (8, 0) or higher.
+        link: bandwidth to a different GPU in the same machine, in bytes per second in each
+            direction.
         capability: CUDA compute capability; (0, 0) without CUDA.
     """
 
@@ -222,8 +223,8 @@ _BRANDS = re.compile(
     r"\b(?:nvidia|geforce|tesla|amd|apple|macbook|mac|instinct|quadro|graphics|generation|gpu|sxm\d?|hbm3e?)\b"
 )
 
-#: Words in the name of a GPU that indicate a different device, such as a laptop GPU or a MIG
-#: partition.
+#: Words in a name that indicate a different device than the GPU in the table, such as a laptop GPU
+#: or a MIG partition.
 _OTHER_DEVICE = re.compile(r"\b(?:d|max-q|laptop|mobile|mig)\b")
 
 
@@ -277,8 +278,8 @@ def _without_memory(words: frozenset[str]) -> frozenset[str]:
 
 
 def _nearest(name: str) -> str:
-    """Return advice that lists up to four of the nearest names, ordered by the number of words they
-    share with the given name and then by similarity.
+    """Return advice that lists up to four of the nearest names. Names that share more words with
+    the given name come first. Names that share the same number of words are ordered by similarity.
     """
     wanted = _without_memory(_words(name))
 

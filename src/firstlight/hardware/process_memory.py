@@ -1,9 +1,9 @@
 """Measure the memory use of this process, either as resident memory or as allocated bytes.
 
-Resident memory is counted by the kernel. It includes the pages of a memory-mapped file that have
+Resident memory is counted by the kernel and includes the pages of memory-mapped files that have
 been accessed. It is read from /proc/self/status, because `ru_maxrss` starts at the parent's peak on
-Linux. If the peak can't be reset because /proc/self/clear_refs is not writable, the peak since the
-start of the process is returned. Without /proc, `ru_maxrss` is used.
+Linux. Without /proc, `ru_maxrss` is used. If /proc/self/clear_refs is not writable, the peak can't
+be reset, and the peak since the start of the process is returned.
 
 Allocated bytes are counted by the C library, which must be glibc 2.33 or later. `AllocatedPeak`
 reads them. They include tensors and library buffers, but neither code nor freed memory that the
@@ -61,8 +61,8 @@ def _status_bytes(field: str) -> int:
 
 
 def begin_peak() -> int:
-    """Reset the peak of resident memory. Return the current resident memory in bytes; pass it to
-    `peaks` as `level`.
+    """Reset the peak of resident memory. Return the current resident memory in bytes, which must be
+    passed to `peaks` as `level`.
     """
     gc.collect()
     reset_peak()
@@ -70,8 +70,9 @@ def begin_peak() -> int:
 
 
 def peaks(device: torch.device, level: int) -> tuple[int, int]:
-    """Return the peak of the process's resident memory above `level`, and its total peak, since
-    `begin_peak` was called. Both are in bytes. On a GPU, both are the peak of torch's allocator.
+    """Return two peaks since `begin_peak` was called, in bytes: the peak of the process's resident
+    memory above `level`, and the total peak of resident memory. On a GPU, both values are the peak
+    of torch's allocator.
     """
     import torch
 
@@ -84,9 +85,9 @@ def peaks(device: torch.device, level: int) -> tuple[int, int]:
     return peak - level, peak
 
 
-#: Time in seconds between two readings of the allocator's counters, first for the first steps and
-#: then for later steps. Later steps are read less often, because their speed is measured. One
-#: reading took 0.4 ms with the demo's recipe on 2 cores of an AMD EPYC.
+#: Time in seconds between two readings of the allocator's counters. The first constant applies to
+#: the first steps, and the second to later steps. Later steps are read less often, because their
+#: speed is measured. One reading took 0.4 ms with the demo's recipe on 2 cores of an AMD EPYC.
 _DENSE_SECONDS, _SPARSE_SECONDS = 0.005, 0.1
 
 
@@ -101,7 +102,7 @@ class _Mallinfo2(ctypes.Structure):
     )
 
 
-#: Maximum fraction of time spent on taking samples.
+#: Maximum fraction of the time that is spent on reading the counters.
 _MOST_SHARE = 0.05
 
 
@@ -109,7 +110,7 @@ _MOST_SHARE = 0.05
 def _mallinfo2() -> Callable[[], _Mallinfo2] | None:
     try:
         function = ctypes.CDLL(None).mallinfo2
-    except (AttributeError, OSError, TypeError):  # another C library; CDLL(None) fails on Windows
+    except (AttributeError, OSError, TypeError):  # not glibc, or CDLL(None) failed on Windows
         return None
     function.restype = _Mallinfo2
     found: Callable[[], _Mallinfo2] = function
@@ -117,8 +118,8 @@ def _mallinfo2() -> Callable[[], _Mallinfo2] | None:
 
 
 def allocated_bytes() -> int | None:
-    """Return the number of bytes currently allocated in the heap and as separate mappings, or None
-    if the C library does not count them.
+    """Return the number of bytes that are currently allocated in the heap and as separate mappings.
+    Return None if the C library does not count them.
     """
     function = _mallinfo2()
     if function is None:
@@ -128,12 +129,13 @@ def allocated_bytes() -> int | None:
 
 
 class AllocatedPeak:
-    """Peak of the allocated bytes above a baseline called the level. A thread samples the allocated
-    bytes. Use this class as a context manager, which stops the thread on exit.
+    """Measures the peak of the allocated bytes above a baseline, which is called the level. The
+    allocated bytes are sampled by a thread. Use this class as a context manager, so that the thread
+    is stopped on exit.
 
-    The level is the number of allocated bytes that the caller does not count itself. It rises
-    during a run, because libraries allocate buffers and compile kernels. Call `find_level` to
-    measure it again whenever the caller's own count is known.
+    The level is the number of allocated bytes that the caller does not count, such as the buffers
+    and compiled kernels of libraries. It rises during a run. Call `find_level` to measure it again
+    whenever the number of bytes counted by the caller is known.
     """
 
     def __init__(self) -> None:
@@ -172,8 +174,8 @@ class AllocatedPeak:
     def find_level(self, counted_bytes: int) -> None:
         """Set the level to the currently allocated bytes minus `counted_bytes`."""
         level = (allocated_bytes() or 0) - counted_bytes
-        # Since the last call, the level may have risen before or after the peak. Subtract the
-        # higher level, so that the peak is not overstated.
+        # Since the last call, the level may have risen before or after the peak occurred. Subtract
+        # the higher of the two levels, so that the peak is not overestimated.
         self._most = max(self._most, self._peak - max(level, self._level))
         self._peak, self._level = 0, level
 
@@ -194,7 +196,7 @@ class AllocatedPeak:
         while not self._end.is_set():
             began = time.perf_counter()
             self.look()
-            # glibc locks the heap while it counts, and visits every free block. In a process that
+            # While counting, glibc locks the heap and visits every free block. In a process that
             # has loaded long documents or large vocabularies, a sample takes tens of milliseconds.
             taken = time.perf_counter() - began
             self._end.wait(max(self._seconds, taken / _MOST_SHARE))

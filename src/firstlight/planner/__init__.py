@@ -1,1 +1,1 @@
-"""Estimate the memory and speed of training, evaluation and generation before running them."""
+"""Estimate the memory use and speed of training, evaluation and text generation in advance."""

@@ -1,1 +1,1 @@
-"""Reports of runs and comparisons of several runs, as HTML pages and PNG pictures."""
+"""Create reports of runs and comparisons of several runs, as HTML pages and PNG pictures."""

@@ -20,8 +20,9 @@ from firstlight.console import compact, visible
 from firstlight.evaluation.perplexity import ByPosition
 from firstlight.run_log.reader import Floats, Series, thin
 
-#: Colours of pages and charts as (light mode, dark mode), keyed by their names in the pages' style
-#: sheet. Charts are drawn in the light colours, which `svg` replaces with CSS variables.
+#: Colours of pages and charts as (light mode, dark mode), keyed by their names in the style sheet
+#: of the pages. Charts are first drawn in the light colours, and `svg` then replaces the colours
+#: with CSS variables.
 COLOURS = {
     "ink": ("#1d2126", "#e6e8ea"),
     "soft": ("#6a727c", "#98a1ab"),
@@ -52,10 +53,10 @@ _MARKS = {
 }
 #: `Software` entry in the PNG metadata that identifies the picture of a report.
 PICTURE_ORIGIN = "firstlight report"
-#: If a line has at most this many points, each point is marked with a dot.
+#: Each point of a line is marked with a dot if the line has at most this number of points.
 _FEW = 60
-#: If the ratio of the largest to the smallest value exceeds this number, small values are not
-#: visible on a linear axis.
+#: Ratio of the largest to the smallest value above which small values are not visible on a linear
+#: axis.
 _HIDING = 1000
 #: Values up to this limit can't be shown on a logarithmic axis.
 _TINY = 1e-300
@@ -72,7 +73,8 @@ class Line:
         series: points of the curve.
         colour: zero-based number of the colour; see `LINE_COLOURS`.
         faint: True to draw the curve in the background and omit it from the legend.
-        errors: half of the length of each point's error bar, [N]; None for no error bars.
+        errors: half of the length of each point's error bar, as an array of shape [N]; None for no
+            error bars.
     """
 
     name: str
@@ -111,9 +113,9 @@ class Chart:
         x_name: name of the x axis.
         zero: True to begin a linear y axis at 0.
         marks: events.
-        below, above: (name, series) of an additional quantity as a function of x. The quantity is
-            shown as a second x axis below the first one (`below`) or above the plot (`above`). None
-            for no second axis.
+        below, above: tuples (name, series) of additional quantities as functions of x. The quantity
+            in `below` is shown as an additional x axis below the first x axis, and the quantity in
+            `above` as an additional x axis above the plot. None for no additional axis.
     """
 
     title: str
@@ -127,14 +129,15 @@ class Chart:
 
     @property
     def has_log(self) -> bool:
-        """True if any values are positive and can therefore be shown on a logarithmic axis."""
+        """True if at least one value is positive and can therefore be shown on a logarithmic
+        axis."""
         return any(bool((line.series.y > _TINY).any()) for line in self.lines)
 
     @property
     def needs_log(self) -> bool:
-        """True if most parts of the curves would not be visible on a linear axis, for example
-        because a run diverged. This is the case if all values are positive and the largest is more
-        than 1,000 times the smallest.
+        """True if most of a curve would not be visible on a linear axis, for example because a run
+        diverged. This is assumed if all values are positive and the largest value is more than
+        1,000 times the smallest value.
         """
         values = np.concatenate([np.empty(0), *(line.series.y for line in self.lines)])
         return (
@@ -142,8 +145,8 @@ class Chart:
         )
 
     def thinned(self, buckets: int) -> Chart:
-        """Return the chart with its curves thinned by `thin`. Curves with error bars are left
-        unchanged.
+        """Return a copy of the chart in which the number of points per curve is reduced with
+        `thin`. Curves with error bars are not changed.
         """
         lines = [
             line if line.errors is not None else replace(line, series=thin(line.series, buckets))
@@ -194,7 +197,7 @@ def draw(axes: Any, chart: Chart, *, log: bool = False) -> None:
             elinewidth=1.2,
             capsize=3,
             label=f"_{line.name}" if line.faint else plain_text(line.name),
-            # Do not clip the lines, because the ends of the curves are at the edges of the plot.
+            # Lines are not clipped, because the ends of the curves are at the edges of the plot.
             clip_on=False,
         )
     axes.margins(x=0)
@@ -224,8 +227,8 @@ def draw(axes: Any, chart: Chart, *, log: bool = False) -> None:
 
 
 def _draw_second_axis(axes: Any, name: str, series: Series, edge: str) -> None:
-    """Draw an additional x axis with ticks at round values of a quantity. If the quantity decreases
-    anywhere or never increases, do nothing.
+    """Draw an additional x axis with ticks at round values of a quantity. Do nothing if the
+    quantity decreases anywhere or never increases.
     """
     from matplotlib.ticker import MaxNLocator
 
@@ -257,8 +260,8 @@ def _positive(line: Line) -> Line:
 
 # Pages
 
-#: Margins in pixels around the plot, for ticks and names, and the additional margin for a second x
-#: axis.
+#: Margins around the plot for tick labels and axis names, and the additional margin for each
+#: additional x axis, all in pixels.
 _LEFT = 52
 _RIGHT = 14
 _TOP = 10
@@ -271,7 +274,7 @@ def svg(chart: Chart, width: int, height: int, *, log: bool = False) -> Markup:
 
     Args:
         chart: the chart.
-        width, height: size in pixels before the page scales the chart. Each additional axis
+        width, height: size in pixels before the page scales the chart. Each additional x axis
             increases the height.
         log: True to draw a logarithmic y axis; see `draw`.
     """
@@ -284,7 +287,8 @@ def svg(chart: Chart, width: int, height: int, *, log: bool = False) -> Markup:
     height += top + bottom - _TOP - _BOTTOM
     style = {
         "svg.fonttype": "none",
-        # The ids inside the drawing are derived from this salt. They must be unique on a page.
+        # The ids inside the drawing are derived from this salt, because they must be unique on a
+        # page.
         "svg.hashsalt": f"{visible(chart.title)} {chart.x_name} {width} {log}",
         "font.size": 11.5,
         "font.sans-serif": ["DejaVu Sans"],
@@ -301,8 +305,8 @@ def svg(chart: Chart, width: int, height: int, *, log: bool = False) -> Markup:
         metadata = dict.fromkeys(("Creator", "Date", "Format", "Type"))
         FigureCanvasSVG(figure).print_svg(stream, metadata=metadata)
     drawn = stream.getvalue()
-    # Remove the style and the ids of groups that matplotlib writes, because they would apply to the
-    # whole page.
+    # Remove the style sheet and the group ids that matplotlib writes, because they would apply to
+    # the whole page.
     drawn = re.sub(r"<style.*?</style>", "", drawn[drawn.index(">", drawn.index("<svg")) + 1 :])
     drawn = re.sub(r'<g id="[^"]*"', "<g", drawn)
     drawn = re.sub(r"#[0-9a-f]{6}\b", lambda found: f"var(--{_NAMES[found[0]]})", drawn)
@@ -314,14 +318,14 @@ def svg(chart: Chart, width: int, height: int, *, log: bool = False) -> Markup:
         visible(f"{chart.title} by {chart.x_name}"),
         " ".join(f"{float(end)!r}" for end in ends) if axes.axison else "",
     )
-    # This markup is not escaped, because it is written by matplotlib, and its only texts are
-    # numbers and axis names.
+    # The markup does not need to be escaped, because it is written by matplotlib and contains no
+    # text other than numbers and axis names.
     return opening + Markup(re.sub(r"\s+", " ", drawn))
 
 
 def data_of(chart: Chart) -> str:
-    """Return the data for a chart's read-out as JSON: the name, style, x values and y values of
-    each curve.
+    """Return the data for a chart's read-out as JSON. It contains the name, style, x values and y
+    values of each curve.
     """
     curves = [
         {
@@ -338,17 +342,17 @@ def data_of(chart: Chart) -> str:
 
 # Pictures
 
-#: Number of buckets of a thinned curve (see `thin`) in a picture, which exceeds the width of the
+#: Number of buckets into which `thin` divides a curve in a picture. It exceeds the width of the
 #: chart in pixels.
 _BUCKETS = 1000
-#: Colour of warnings, and height of a line of warnings in inches.
+#: Colour of warnings, and height in inches of a line of text in a warning.
 _WARNING, NOTE_INCHES = "#b3261e", 0.19
 
 
 def plain_text(text: str) -> str:
-    """Prepare a string for matplotlib. Control characters are replaced. Dollar signs are escaped,
-    because they would start a formula. If the string begins with an underscore, a space is
-    prepended, because matplotlib would omit the curve from the legend.
+    """Prepare a string for matplotlib. Control characters are replaced, and dollar signs are
+    escaped, because they would start a formula. If the string begins with an underscore, a space is
+    inserted before it, because matplotlib would otherwise omit the curve from the legend.
     """
     printable = "".join(c if c.isprintable() or c == "\n" else "\ufffd" for c in text)
     return (" " if text.startswith("_") else "") + printable.replace("$", r"\$")
@@ -360,8 +364,8 @@ def draw_in_picture(axes: Any, chart: Chart, *, log: bool | None = None) -> None
     Args:
         axes: matplotlib axes.
         chart: the chart.
-        log: True for a logarithmic y axis; False for a linear one; None to choose based on the
-            values.
+        log: True for a logarithmic y axis, False for a linear y axis, None to choose the axis based
+            on the values.
     """
     draw(axes, chart.thinned(_BUCKETS), log=chart.needs_log if log is None else log)
     title = f"{chart.title} ({chart.unit})" if chart.unit else chart.title
@@ -376,7 +380,7 @@ def draw_title(figure: Any, title: str, notes: Sequence[str]) -> None:
     Args:
         figure: matplotlib figure.
         title: the title.
-        notes: lines of warnings. Each of them takes `NOTE_INCHES` of the figure's height.
+        notes: warnings, one per line. Each line takes `NOTE_INCHES` of the figure's height.
     """
     figure.suptitle("\n".join([title, *notes]), color=_WARNING if notes else "black", fontsize=11)
 
@@ -387,8 +391,8 @@ def png(figure: Any) -> bytes:
 
     picture = io.BytesIO()
     with warnings.catch_warnings():
-        # The font may lack some characters of a sample. These characters then appear as boxes in
-        # the picture, so no warning is needed.
+        # The font may lack some characters of a sample. They appear as boxes in the picture, so
+        # matplotlib's warnings about them are not needed.
         warnings.filterwarnings("ignore", message="Glyph .* missing from")
         FigureCanvasAgg(figure).print_png(picture, metadata={"Software": PICTURE_ORIGIN})
     return picture.getvalue()
@@ -399,7 +403,7 @@ def position_picture(name: str, found: ByPosition, context: int) -> bytes:
 
     Args:
         name: name of the model.
-        found: result of the model.
+        found: perplexity of the model at each position.
         context: context length of the model in tokens, drawn as a dotted line.
     """
     from matplotlib.figure import Figure

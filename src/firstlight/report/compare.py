@@ -30,7 +30,7 @@ _NOT_COMPARED = {"run.dir"}
 
 @dataclass(frozen=True)
 class RunComparison:
-    """Several runs and their compared properties. Each list has one entry per run.
+    """Several runs and the properties that are compared. Each list has one entry per run.
 
     Attributes:
         runs: the runs, in the order in which they were given.
@@ -49,7 +49,7 @@ class RunComparison:
 
 
 class _Absent:
-    """Placeholder for the value of a key that a recipe does not contain, shown as a dash."""
+    """Placeholder for the value of a key that a recipe does not contain. It is shown as a dash."""
 
     def __repr__(self) -> str:
         return "—"
@@ -76,8 +76,8 @@ def compare(runs: Sequence[RunRecord]) -> RunComparison:
 
 
 def distinct_labels(folders: Sequence[Path]) -> list[str]:
-    """Return the names of the folders as labels. If several folders have the same name, the labels
-    include as many parent folders as needed to make them unique.
+    """Return a label for each folder. A label is the name of the folder. If several folders have
+    the same name, their labels include as many parent folders as needed to make the labels unique.
 
     Raises:
         ConfigError: two of the folders are the same.
@@ -92,7 +92,7 @@ def distinct_labels(folders: Sequence[Path]) -> list[str]:
         alike = [labels.count(label) > 1 for label in labels]
         if not any(alike):
             return labels
-        # If one path is a suffix of another, only the label of the longer path can be extended.
+        # If a path is a suffix of another path, only the label of the longer path can be extended.
         lengths = [n + is_alike for n, is_alike in zip(lengths, alike, strict=True)]
 
 
@@ -106,7 +106,7 @@ def recipe_differences(recipes: Sequence[Mapping[str, Any]]) -> dict[str, list[A
     return {
         key: values
         for key, values in found.items()
-        # Compare the types as well as the values, because 1 == True in Python.
+        # Types are compared in addition to values, because 1 == True in Python.
         if key not in _NOT_COMPARED and len({(type(v), repr(v)) for v in values}) > 1
     }
 
@@ -122,8 +122,8 @@ def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def warnings_of(found: RunComparison) -> list[str]:
-    """Return the warnings shown on the page and in the picture: numbers that can't be compared, and
-    the findings of each run.
+    """Return the warnings that are shown on the page and in the picture. They name numbers that
+    can't be compared and list the findings about each run.
     """
     tokenizers = (
         "The runs have different tokenizers: compare bits per byte, since losses are per token."
@@ -144,7 +144,7 @@ def compared_lines(found: RunComparison, key: str, axis: Axis) -> list[Line]:
     """Return the curves of a metric, one per run.
 
     Args:
-        found: the runs.
+        found: the compared runs.
         key: key of the metric. The curves of "train/loss" are smoothed.
         axis: the x axis.
     """
@@ -165,9 +165,9 @@ _CHARTS = (
 
 
 def compared_charts(found: RunComparison) -> list[Mapping[Axis, Chart]]:
-    """Return the charts of a comparison for which at least one run has values. Each chart is a
-    mapping from each axis in `AXES` to the chart with that axis. If no run has any values, return
-    only the chart of the training loss.
+    """Return the charts of a comparison for which at least one run has values. Each entry maps the
+    axes in `AXES` to the chart with this x axis. If no run has any values, return only the chart of
+    the training loss.
     """
     has = [row for row in _CHARTS if any(row[0] in run.metrics.columns for run in found.runs)]
     return [
@@ -183,8 +183,8 @@ Form = Callable[[Any], str]
 
 
 #: Rows of the table of numbers, as (key in `final_numbers`, name, format, preference). The
-#: preference is True if a higher value is better, False if a lower value is better, and None if
-#: neither is.
+#: preference is True if higher values are better, False if lower values are better, and None
+#: otherwise.
 _ROWS: Sequence[tuple[str, str, Form, bool | None]] = (
     ("val/loss", "validation loss", loss_text, False),
     ("best_val/loss", "best validation loss", loss_text, False),
@@ -215,9 +215,9 @@ _ROWS: Sequence[tuple[str, str, Form, bool | None]] = (
 )
 
 
-#: Rows that are omitted if the value is 0 for all runs.
+#: Keys of rows that are omitted if the value is 0 for all runs.
 _SELDOM = {"skipped_steps", "rollbacks", "resumed"}
-#: Metrics per token. They can't be compared if the tokenizers differ.
+#: Metrics per token, which can't be compared if the runs have different tokenizers.
 _BY_TOKEN = {"val/loss", "best_val/loss", "perplexity", "train/loss", "train_eval/loss"}
 
 
@@ -238,7 +238,7 @@ def number_table(found: RunComparison) -> list[tuple[str, list[str], set[int]]]:
             target = max(known) if more else min(known)
             best = {number for number, value in enumerate(values) if value == target}
         if form is gib:
-            form = functools.partial(gib, beside=max(known))  # Use the same unit for all runs.
+            form = functools.partial(gib, beside=max(known))  # the same unit for all runs
         texts = ["—" if value is None else form(value) for value in values]
         errors = [numbers.get(f"{key}_stderr") for numbers in found.numbers]
         for number, error in enumerate(errors):

@@ -1,10 +1,10 @@
 """Write the report of one or several runs, which consists of an HTML page and a PNG picture, and
-the page of a comparison of two models.
+the HTML page that compares two models.
 
 A page is a single self-contained file, rendered from the templates in `pages/`. It does not load
-any other files. Its Content-Security-Policy allows only its inline style and script, which are
-identified by their hashes, and the styles in the markup of its charts. Without JavaScript, only the
-read-out of values under the pointer is missing. Texts from a run are escaped.
+any other files. Its Content-Security-Policy allows only the inline style and script, which are
+identified by their hashes, and the styles in the markup of charts. JavaScript is used only to show
+the values under the pointer. All strings from a run are escaped.
 """
 
 from __future__ import annotations
@@ -69,9 +69,9 @@ from firstlight.run_log.reader import Metrics, RunRecord, Series, read_run, requ
 if TYPE_CHECKING:
     from firstlight.evaluation.comparison import ModelComparison, Segment
 
-#: HTML element that identifies a page as a report.
+#: HTML element by which a page is recognized as a report.
 GENERATOR = b'<meta name="generator" content="firstlight report">'
-#: Number of bytes at the beginning of a file in which to search for `GENERATOR`.
+#: `GENERATOR` is searched for in this number of bytes at the beginning of a file.
 _HEAD_BYTES = 2000
 #: Default file name for the comparison of several runs.
 COMPARISON_NAME = "comparison.html"
@@ -79,7 +79,7 @@ COMPARISON_NAME = "comparison.html"
 
 def draw_report(run_folder: Path) -> Path:
     """Write report.png and report.html of a run to its folder. Return the path of report.png. The
-    run may still be active.
+    run may still be in progress.
 
     Args:
         run_folder: run folder of `train`, which contains metrics.jsonl.
@@ -122,13 +122,13 @@ class WrittenReport:
 
 
 def write_report(folders: Sequence[Path], out: Path | None = None) -> WrittenReport:
-    """Write the report of one or several runs, which may still be active.
+    """Write the report of one or several runs, which may still be in progress.
 
     Args:
-        folders: run folders, at least one.
-        out: path of the page. The picture has the same name with the suffix .png. None for
-            report.html in the run folder or, for several runs, comparison.html in the current
-            folder.
+        folders: one or more run folders.
+        out: path of the HTML page. The picture has the same name with the suffix .png. If it is
+            None, the page is report.html in the run folder or, for several runs, comparison.html in
+            the current folder.
 
     Raises:
         InputError: a folder is missing or is not a run folder, or `out` is a file that is not a
@@ -155,11 +155,11 @@ def write_report(folders: Sequence[Path], out: Path | None = None) -> WrittenRep
 
 
 def require_replaceable(page: Path, picture: Path | None = None, *, option: str = "--out") -> None:
-    """Raise an error if the name of a page does not end in .html or .htm, or if the page or
-    picture would replace a file that is not a report.
+    """Raise an error if the name of a page does not end in .html or .htm, or if the page or picture
+    would overwrite a file that is not a report.
 
     Args:
-        page, picture: paths of the page and, if there is one, of the picture.
+        page, picture: paths of the page and the picture; `picture` is None if there is no picture.
         option: name of the option with the page's path.
     """
     if page.suffix.lower() not in (".html", ".htm"):
@@ -183,9 +183,10 @@ _JSON = (str, int, float, bool, list, dict)
 
 
 def as_json(report: WrittenReport) -> dict[str, Any]:
-    """Return a report as a JSON object. It contains the paths of the report's files, the label,
-    `final_numbers` and findings of each run, and the recipe keys whose values differ between runs.
-    Each of these keys is mapped to its value in each run, or null if the recipe lacks the key.
+    """Return a report as a JSON object. It contains the paths of the report's files. For each run,
+    it contains the label, the `final_numbers` and the findings. It also contains the recipe keys
+    whose values differ between the runs. Each key is mapped to a list with its value in each run,
+    or null for runs whose recipe lacks the key.
     """
     found = report.comparison
     named = zip(found.labels, found.numbers, found.findings, strict=True)
@@ -208,7 +209,7 @@ def as_json(report: WrittenReport) -> dict[str, Any]:
 
 @functools.cache
 def _templates() -> tuple[Environment, Mapping[str, str]]:
-    """Return the compiled templates in the folder pages/, and the text of each file in the
+    """Return the compiled templates in the folder pages/, and the content of each file in this
     folder.
     """
     folder = resources.files("firstlight.report") / "pages"
@@ -269,7 +270,7 @@ def _hash(text: str) -> str:
     return f"sha256-{digest}"
 
 
-#: Explanations of technical terms. An explanation is shown when the reader points at the term.
+#: Explanations of technical terms, which are shown when the reader points at a term.
 _TERMS = {
     "nats": "Unit of the loss, which is the mean of -ln(p), where p is the probability that the "
     "model assigned to the correct token. One bit is 0.693 nats. Lower is better.",
@@ -285,8 +286,8 @@ _MEANINGS = {name.lower(): meaning for name, meaning in _TERMS.items()}
 
 
 def explained(text: object) -> Markup:
-    """Escape a text, and add explanations to the technical terms in `_TERMS`. An explanation is
-    shown when the reader points at the term, taps it or reaches it with the keyboard.
+    """Escape a string, and add explanations to the technical terms in `_TERMS`. An explanation is
+    shown when the reader points at the term, taps it or moves the keyboard focus to it.
     """
     term = Markup('<span class="term" tabindex="0">{}<span class="meaning">{}</span></span>')
     # Because the pattern contains a group, `split` returns the terms at the odd indices.
@@ -298,10 +299,10 @@ def explained(text: object) -> Markup:
 
 # Charts
 
-#: Width and height in pixels of each chart's drawing before the page scales it, and of the
-#: additional drawing of charts that span a wide page.
+#: Width and height of a chart in pixels before it is scaled by the page. The second size is used
+#: for the additional drawing of charts that span a wide page.
 _SIZE, _WIDE_SIZE = (420, 225), (1060, 330)
-#: Number of buckets of thinned curves (see `thin`) per pixel of a drawing.
+#: Number of buckets per pixel of a drawing into which `thin` divides curves.
 _BUCKETS_PER_PIXEL = 0.7
 
 
@@ -311,7 +312,7 @@ def _figure(
     """Return the arguments for the `figure` macro of the templates.
 
     Args:
-        identity: id of the element, unique within the page.
+        identity: id of the HTML element. It must be unique within the page.
         chart: the chart.
         switch: True to let the reader switch between a linear and a logarithmic axis.
         log: True to show the logarithmic axis initially if there is a switch.
@@ -327,8 +328,8 @@ def _figure(
         "id": identity,
         "chart": chart,
         "drawings": _drawings(chart, both=switch, wide=wide),
-        # CSS class and name of each legend entry. There are entries for the curves that are not
-        # faint and for the kinds of marks.
+        # CSS class and name of each legend entry. There is an entry for each curve that is not
+        # faint and for each kind of event.
         "legend": legend,
         "log": log and switch,
         "switch": switch,
@@ -358,13 +359,13 @@ def _drawings(chart: Chart, *, both: bool, wide: bool) -> Markup:
     return Markup('<div class="data" data-curves="{}">{}</div>').format(data_of(thinned[0]), drawn)
 
 
-# The page of a run
+# Writing the page of a run
 
 #: Maximum number of events in the list. If there are more, only the last ones are shown.
 _MAX_EVENTS = 500
 
 #: Keys of metrics that are omitted from the section with additional metrics, because they are shown
-#: elsewhere on the page or derived from another key.
+#: elsewhere on the page or are derived from other metrics.
 _SHOWN = {
     "train/loss",
     "val/loss",
@@ -433,7 +434,7 @@ def _progress(run: RunRecord, findings: Sequence[Finding]) -> dict[str, str]:
     if most is None:
         return {"state": "", "progress": counted(step, "step")}
     if step >= most:
-        # The class "complete" is shown in green, and is used only for runs without findings.
+        # The class "complete" is shown in green, so it is used only for runs without findings.
         state = "" if findings else "complete"
         complete = f"complete: {counted(step, 'step')}"
         return {"state": state, "progress": ", ".join([complete, *kinds])}
@@ -441,7 +442,7 @@ def _progress(run: RunRecord, findings: Sequence[Finding]) -> dict[str, str]:
 
 
 def _facts(run: RunRecord, numbers: Mapping[str, Any]) -> list[str]:
-    """Return the facts shown in the line below the run's name."""
+    """Return the facts that are shown in the line below the name of the run."""
     model = run.recipe.get("model")
     family = model.get("model_type") if isinstance(model, dict) else None
     facts = []
@@ -471,7 +472,7 @@ def _when(text: str) -> str:
 
 @dataclass(frozen=True)
 class KeyFigure:
-    """A number shown in large type, with its name, its unit and a note."""
+    """A key figure that is shown in large type, with its name, its unit and a note."""
 
     name: str
     value: str
@@ -480,8 +481,8 @@ class KeyFigure:
 
 
 def key_figures(numbers: Mapping[str, Any]) -> list[KeyFigure]:
-    """Return the key figures shown at the top of the page, based on the result of `final_numbers`.
-    Unknown figures are omitted.
+    """Return the key figures that are shown at the top of the page, based on the result of
+    `final_numbers`. Unknown figures are omitted.
     """
     cards = []
     if numbers["val/loss"] is not None:
@@ -522,8 +523,9 @@ def _beside_throughput(numbers: Mapping[str, Any]) -> str:
 
 
 def loss_chart(run: RunRecord, findings: Sequence[Finding]) -> Chart:
-    """Return the chart of a run's losses and events. It shows the training loss, both per step and
-    smoothed, the validation loss, and the loss on fixed rows of the training split.
+    """Return the chart of a run's losses and events. It shows the training loss per step, the
+    smoothed training loss, the validation loss, and the loss on a fixed sample of the training
+    split.
     """
     raw = run.metrics.series("train/loss")
     lines = [
@@ -590,8 +592,8 @@ def _figures(run: RunRecord, findings: Sequence[Finding]) -> list[dict[str, Any]
 
 
 def _evaluation_figure(metrics: Metrics) -> dict[str, Any] | None:
-    """Return the chart of the accuracies at each step, or None if there were fewer than two
-    evaluations."""
+    """Return the chart of the benchmark accuracies as functions of the step. Return None if there
+    were fewer than two evaluations."""
     lines = []
     for number, key in enumerate(accuracies(metrics)):
         series = metrics.series(key)
@@ -640,7 +642,7 @@ def _happening(event: Mapping[str, Any]) -> str:
     return _EVENTS[event["event"]][1].format_map(values)
 
 
-# The page of several runs
+# Writing the page that compares several runs
 
 
 def comparison_page(found: RunComparison) -> str:
@@ -685,15 +687,17 @@ def chosen_samples(
 ) -> tuple[list[tuple[str, list[tuple[str, str]]]], str]:
     """Return the samples to show, with the newest first.
 
-    If the samples exceed `_MAX_SAMPLES` bytes in total, only every second (or fourth, eighth, ...)
-    step is used, counting back from the last step.
+    If the samples exceed `_MAX_SAMPLES` bytes in total, only the samples of every second step are
+    shown, counting back from the last step. If they are still too large, only every fourth step is
+    shown, and so on.
 
     Args:
         samples: lines of samples.jsonl.
 
     Returns:
-        ((step number as text, (prompt, text) pairs) for each step; note about omitted steps, or ""
-        if there are none).
+        A tuple of two values. The first value contains, for each step, the step number as a string
+        and the list of (prompt, text) pairs. The second value is a note about omitted steps, or ""
+        if no steps are omitted.
     """
     steps = [
         (f"{step:,}", [(shortened(line["prompt"]), shortened(line["text"])) for line in lines])
@@ -718,12 +722,14 @@ def shortened(text: str) -> str:
 
 # Pictures
 
-#: Heights in inches of a chart beside the loss chart, of a title, and of a line in a sample.
+#: Heights in inches: first of a chart beside the loss chart, then of a title, and then of a line in
+#: a sample.
 _CHART_INCHES = 2.6
 _TITLE_INCHES = 0.4
 _LINE_INCHES = 0.14
-#: Number of characters in a line that spans the picture, maximum number of lines in a column of
-#: samples, and minimum number of lines per column if there are several columns.
+#: Layout of the samples in a picture: the number of characters in a line that spans the picture,
+#: the maximum number of lines in a column, and the minimum number of lines per column if there are
+#: several columns.
 _CHARACTERS = 160
 _MAX_LINES = 18
 _FEWEST_LINES = 6
@@ -733,8 +739,7 @@ _MAX_PICTURE_TEXT = 10_000
 
 def picture_of(run: RunRecord) -> bytes:
     """Return the picture of a run as PNG bytes."""
-    # Use Figure instead of pyplot, because pyplot would look for a window system and keep global
-    # state.
+    # Use Figure instead of pyplot, because pyplot looks for a window system and keeps global state.
     from matplotlib.figure import Figure
 
     findings = findings_of(run)
@@ -768,8 +773,9 @@ def picture_of(run: RunRecord) -> bytes:
 
 
 def loss_picture(run: RunRecord) -> bytes:
-    """Return the chart of a run's losses as PNG bytes, for publishing. The picture does not contain
-    the run's samples or findings, because they may include paths on this machine.
+    """Return the chart of a run's losses as PNG bytes. The chart is intended for publishing. It
+    does not contain the samples or findings of the run, because they may include paths on this
+    machine.
     """
     from matplotlib.figure import Figure
 
@@ -779,8 +785,8 @@ def loss_picture(run: RunRecord) -> bytes:
 
 
 def comparison_picture(found: RunComparison) -> bytes:
-    """Draw the losses of several runs by steps, tokens and hours, and return the picture as PNG
-    bytes.
+    """Draw the losses of several runs as functions of steps, tokens and hours, and return the
+    picture as PNG bytes.
     """
     from matplotlib.figure import Figure
 
@@ -804,7 +810,7 @@ def _sample_columns(samples: Sequence[Mapping[str, Any]]) -> list[list[str]]:
     for sample in samples:
         if sample["step"] != samples[-1]["step"]:
             continue
-        # Discard text that certainly does not fit in the picture.
+        # Discard text that can't fit in the picture in any case.
         text = (sample["prompt"] + sample["text"])[:_MAX_PICTURE_TEXT].expandtabs(4)
         for line in text.splitlines():
             lines += textwrap.wrap(line, _CHARACTERS, drop_whitespace=False) or [""]
@@ -812,15 +818,15 @@ def _sample_columns(samples: Sequence[Mapping[str, Any]]) -> list[list[str]]:
     lines = lines[:-1]
     longest = max((_width(line) for line in lines), default=0)
     columns = next(n for n in (4, 3, 2, 1) if n == 1 or n * (longest + 3) <= _CHARACTERS)
-    # If there are only a few lines, use fewer columns, which are easier to read.
+    # If there are only a few lines, fewer columns are used, because they are easier to read.
     columns = min(columns, -(-len(lines) // _FEWEST_LINES))
     height = min(-(-len(lines) // columns), _MAX_LINES) if lines else 0
     return [lines[i * height : (i + 1) * height] for i in range(columns)] if height else []
 
 
 def _width(line: str) -> int:
-    """Return the width of a line in columns of a monospaced font. Wide East Asian characters take
-    two columns.
+    """Return the width of a line in character cells of a monospaced font. Wide East Asian
+    characters take two cells.
     """
     return len(line) + sum(unicodedata.east_asian_width(c) in "WF" for c in line)
 
@@ -836,14 +842,14 @@ def _draw_samples(axes: Any, columns: Sequence[Sequence[str]], step: int) -> Non
 
 
 def write_model_comparison(comparison: ModelComparison, path: Path) -> None:
-    """Write the page of a comparison of two models.
+    """Write the HTML page that compares two models.
 
     Raises:
         StorageError: the file can't be written.
     """
 
     def strength(segment: Segment) -> int:
-        # The strength of the colour is the difference in bits.
+        # The intensity of the colour is the difference in bits.
         return min(round(abs(segment.after - segment.before)), 4)
 
     write_file(path, _page("models.html", {"found": comparison, "strength": strength}))

@@ -1,4 +1,4 @@
-"""Final numbers of a run, and findings about overfitting and divergence.
+"""Compute the final numbers of a run and detect overfitting and divergence.
 
 The terminal, `--json` and the report all show the same numbers and findings.
 """
@@ -32,14 +32,14 @@ _RISE, _LEAST_RISE = 0.01, 0.01
 #: The training loss is considered to have fallen if a median (see `_medians`) is below the first
 #: loss by at least this fraction of the first loss.
 _FALL = 0.003
-#: Number of losses from which each median is computed. Medians are used because the loss of a
-#: single batch is noisy.
+#: Number of losses from which a median is computed. Medians are used because the loss of a single
+#: batch is noisy.
 _WINDOW = 10
-#: Minimum number of steps after the warm-up before a loss above the loss of guessing is reported,
-#: and before a loss that never fell is reported.
+#: Minimum numbers of steps after the warm-up. The first number applies before a loss above the loss
+#: of guessing is reported, and the second applies before a loss that never fell is reported.
 _FEWEST, _FEWEST_TO_FALL = 10, 15
-#: A loss above this multiple of the bound is reported early, if at least this number of losses has
-#: been logged.
+#: A loss is reported early if it exceeds both the loss of guessing and the first loss by the factor
+#: _FAR_ABOVE, and if at least _FEWEST_FAR_ABOVE losses have been logged.
 _FAR_ABOVE, _FEWEST_FAR_ABOVE = 2.0, 5
 
 
@@ -68,8 +68,8 @@ class Finding:
 
 
 def findings_of(run: RunRecord) -> list[Finding]:
-    """Return the findings about a run, which may still be active. The list contains at most one
-    finding, because a run that has diverged is not checked for overfitting.
+    """Return the findings about a run, which may still be in progress. The list contains at most
+    one finding, because a run that has diverged is not checked for overfitting.
     """
     diverged = _ended_by_guard(run) or _divergence(run)
     found = diverged or _overfitting(run)
@@ -80,12 +80,12 @@ def findings_of(run: RunRecord) -> list[Finding]:
 
 
 def _overfitting(run: RunRecord) -> Finding | None:
-    """Return a finding if the validation loss has risen since its lowest value but the training
-    loss has not. Otherwise, return None.
+    """Return a finding if the validation loss has risen above its lowest value while the training
+    loss has not risen. Otherwise, return None.
     """
     validation = run.metrics.series("val/loss")
-    # Ignore the evaluation before the first step, because a model that was best before training has
-    # not overfitted.
+    # The evaluation before the first step is ignored. If the loss was lowest before training, the
+    # model has not overfitted.
     trained = validation.x > 0
     validation = Series(validation.x[trained], validation.y[trained])
     if len(validation) < 2:
@@ -130,7 +130,8 @@ def _advice_on_overfitting(run: RunRecord, step: int) -> str:
 
 
 def _kept(run: RunRecord, step: int) -> str:
-    """Describe the kept checkpoint with the lowest validation loss and how to use it."""
+    """Return a sentence that describes the available checkpoint with the lowest validation loss and
+    how to use it."""
     best = best_checkpoint(run.folder)
     if best is None or best.val_loss is None:
         return (
@@ -143,8 +144,9 @@ def _kept(run: RunRecord, step: int) -> str:
 
 
 def best_checkpoint(run_folder: Path) -> Saved | None:
-    """Return the kept checkpoint of a run that has the lowest validation loss according to the
-    manifests, or None if there is no such checkpoint. The checkpoint's files are not verified.
+    """Return the available checkpoint of a run that has the lowest validation loss according to the
+    manifests. Return None if there is no such checkpoint. The files of the checkpoint are not
+    verified.
     """
     try:
         found = best_saved(run_folder)
@@ -157,8 +159,8 @@ def best_checkpoint(run_folder: Path) -> Saved | None:
 
 
 def _ended_by_guard(run: RunRecord) -> Finding | None:
-    """Return a finding if the guard has ended the run because it diverged and the run has not been
-    resumed since. Otherwise, return None.
+    """Return a finding if the divergence guard has ended the run and the run has not been resumed
+    since then. Otherwise, return None.
     """
     event = run.events[-1] if run.events else None
     if event is None or event["event"] != "diverged" or event["step"] < run.last_step:
@@ -189,13 +191,13 @@ def _divergence(run: RunRecord) -> Finding | None:
         not is_preference
         and trained >= _FEWEST
         and last > bound
-        # If the loss began above the bound and is still falling, the run has not diverged.
+        # A run whose loss began above the loss of guessing and is still falling has not diverged.
         and last > (1 + _RISE) * lowest
     ):
         return _above(losses, last, bound, is_preference)
     never_fell = lowest > (1 - _FALL) * first
     is_long = trained >= _FEWEST_TO_FALL and len(losses) >= 2 * _FEWEST_TO_FALL
-    # When a good model is trained further on similar text, its loss hardly changes.
+    # The loss of a good model hardly changes if the model is trained further on similar text.
     if not never_fell or not is_long or is_preference or starts_from_model(run):
         return None
     text = (
@@ -225,8 +227,9 @@ def _above(losses: Series, last: float, bound: float, is_preference: bool) -> Fi
 
 
 def _medians(values: Floats) -> Floats:
-    """Return the medians of consecutive groups of ten values. The groups are aligned to the end,
-    and up to nine values at the beginning are omitted. Fewer than ten values form a single group.
+    """Return the medians of consecutive groups of ten values. The last group ends with the last
+    value, so up to nine values at the beginning are omitted. If there are fewer than ten values,
+    they form a single group.
     """
     whole = len(values) // _WINDOW
     if not whole:
@@ -236,9 +239,9 @@ def _medians(values: Floats) -> Floats:
 
 
 def loss_of_guessing(run: RunRecord) -> float | None:
-    """Return the loss in nats of a model that assigns the same probability to all tokens. It is the
-    natural logarithm of the vocabulary size, or ln 2 for preference pairs. Return None if the
-    vocabulary size is unknown.
+    """Return the loss of guessing in nats, which is the loss of a model that assigns the same
+    probability to all tokens. It is the natural logarithm of the vocabulary size, or ln 2 for
+    preference pairs. Return None if the vocabulary size is unknown.
     """
     if run.recipe.get("preference") is not None:
         return math.log(2)
@@ -255,8 +258,8 @@ def starts_from_model(run: RunRecord) -> bool:
 
 
 def _warmup_steps(run: RunRecord) -> int:
-    """Return the number of warm-up steps, read from the record of the run's start or from the
-    recipe. If neither contains this number, use a twentieth of the run's steps.
+    """Return the number of warm-up steps from the event that was logged at the start of the run, or
+    from the recipe. If neither contains the number, return a twentieth of the run's steps.
     """
     schedule = run.recipe.get("schedule")
     in_recipe = schedule.get("warmup_steps") if isinstance(schedule, Mapping) else None
@@ -335,8 +338,8 @@ _MEMORY = ("memory_bytes", "reserved_bytes", "device_used_bytes")
 
 
 def memory_kind(numbers: Mapping[str, Any]) -> str:
-    """Return the kind of memory that `memory_bytes` measures in a step's metrics or in
-    `final_numbers`: "tensors" on a GPU, or "process" on a CPU.
+    """Return what `memory_bytes` measures in the metrics of a step or in `final_numbers`. This is
+    "tensors" on a GPU and "process" on a CPU.
     """
     return "process" if numbers.get("reserved_bytes") is None else "tensors"
 

@@ -1,1 +1,1 @@
-"""Search over keys of a recipe, using short training runs with different values."""
+"""Search for the best values of recipe keys, using short training runs with different values."""

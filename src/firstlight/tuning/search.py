@@ -1,13 +1,14 @@
-"""`firstlight tune`: hyperparameter search over keys of a recipe, using short training runs.
+"""Implement `firstlight tune`, which searches for the best values of recipe keys with short
+training runs.
 
 Each trial is a shortened run of the recipe (see `space`) in a separate process. All trials have the
 same seed and number of tokens. The objective is the loss on held-out text. Optuna proposes the
 values and prunes the worst trials.
 
 A study is stored in a folder: study.json contains the settings (`Study`), and trials.jsonl contains
-one line for each finished trial. A later call can continue from these two files, because the values
-of a trial depend only on the seed and the lines before it. If the process is killed, only the
-running trial is lost.
+one line for each finished trial. A later call can continue the study from these two files, because
+the values of a trial depend only on the seed and on the results of earlier trials. If the process
+is killed, only the current trial is lost.
 """
 
 from __future__ import annotations
@@ -65,18 +66,20 @@ STUDY_NAME = "study.json"
 BEST_NAME = "best.yaml"
 PICTURE_NAME = "tuning.png"
 
-#: Number of steps in the pace run, which measures the time of steps and evaluations.
+#: Number of steps in the pace run, which is a short run that measures the duration of steps and
+#: evaluations.
 _PACE_STEPS = 12
 #: Number of steps between evaluations in the pace run.
 PACE_EVERY = 3
-#: Time limit of the pace run in seconds. The run does not end before its first evaluation.
+#: Time limit of the pace run in seconds. Even if it is exceeded, the run continues until the end of
+#: its first evaluation.
 _PACE_SECONDS = 20.0
 
-#: Minimum number of steps in a trial whose length is derived from the budget. This is two steps per
-#: evaluation.
+#: Minimum number of steps in a trial if its length is derived from the budget. It allows two steps
+#: per evaluation.
 _FEWEST_STEPS = 2 * POINTS
 
-#: Safety factor for expected times, because other programs can slow down the machine.
+#: Safety factor for expected durations, because other programs can slow down the machine.
 _RESERVE = 1.1
 
 
@@ -88,13 +91,15 @@ class TuneResult:
         folder: folder of the study, with study.json and trials.jsonl.
         study: searched keys, objective and length of a trial.
         trials: lines of trials.jsonl, each with "trial" (number), "values", "state" ("complete",
-            "pruned" or "failed"), "objective" (the last loss; None for a failed trial), "step" (the
-            last evaluated step), "steps", "curve" (see `measure`), "seconds" and "message".
+            "pruned" or "failed"), "objective" (the last loss, or None for a failed trial), "step"
+            (the last evaluated step), "steps" (the number of steps in the trial), "curve" (see
+            `measure`), "seconds" and "message".
         best: line of the best complete trial; None if no trial is complete.
         best_recipe: recipe file with the best values; None if no trial is complete.
-        importance: importance of each key for the loss, as a fraction, starting with the most
-            important key; empty if there are too few trials.
-        picture: PNG of the loss against each key; None if no trial is complete.
+        importance: importance of each key for the loss, as a fraction. The most important key comes
+            first. Empty if there are too few trials.
+        picture: path of a PNG that shows the loss as a function of each key; None if no trial is
+            complete.
     """
 
     folder: Path
@@ -118,7 +123,7 @@ def tune(
     init_from: str | None = None,
     on_trial: Callable[[Mapping[str, Any]], None] = lambda _: None,
 ) -> TuneResult:
-    """Search for values of a recipe's keys that give the lowest held-out loss. Another call with
+    """Search for the values of recipe keys that give the lowest held-out loss. A later call with
     the same folder continues the study.
 
     Args:
@@ -135,7 +140,7 @@ def tune(
             first call.
         trial_minutes: length of a trial in minutes, instead of `trial_steps`.
         init_from: model folder, run or hub id with the initial weights of each trial.
-        on_trial: function that is called with the line of each finished trial.
+        on_trial: function that is called after each trial with its line for trials.jsonl.
 
     Raises:
         MissingDependencyError: optuna is not installed.
@@ -151,8 +156,9 @@ def tune(
     if not isinstance(recipe, Recipe):
         recipe = parse_recipe(recipe) if isinstance(recipe, Mapping) else load_recipe(recipe)
     if init_from is None:
-        # Apply the settings of new models now. They apply only to recipes that set none of their
-        # keys, but the recipe of a trial sets the searched keys.
+        # The settings of new models apply only to recipes that do not set any of the affected keys.
+        # Because the recipe of a trial sets the searched keys, these settings are applied here in
+        # advance.
         recipe = for_new_model(recipe, {})
     _require_options(recipe, trials, budget_minutes, trial_steps, trial_minutes=trial_minutes)
     if folder is None and recipe.run.dir is None:
@@ -174,7 +180,7 @@ def tune(
 
 @dataclass(frozen=True)
 class _Question:
-    """The arguments of `tune` that must be the same in all calls for a study."""
+    """The arguments of `tune` that must be the same in all calls that continue a study."""
 
     recipe: Recipe
     keys: tuple[SearchKey, ...]
@@ -217,7 +223,7 @@ def _require_options(
 def _open_study(
     folder: Path, question: _Question, trials: int, ends: float, *, asker: Asker
 ) -> Study:
-    """Open the study in the folder. If there is none, create it (see `_begin_study`)."""
+    """Open the study in the folder. If there is no study, create one (see `_begin_study`)."""
     path = folder / STUDY_NAME
     recipe = question.recipe.model_dump(mode="json", exclude_unset=True)
     if not path.exists():
@@ -250,7 +256,7 @@ def _begin_study(
     ends: float,
     asker: Asker,
 ) -> Study:
-    """Create a study: measure the time of the recipe's steps, and choose the length of a trial.
+    """Create a study. Measure the duration of the recipe's steps, and choose the length of a trial.
 
     Raises:
         ConfigError: there is no held-out text, or the budget is too short.
@@ -298,7 +304,7 @@ def _begin_study(
 
 
 def _refuse(error: Mapping[str, Any]) -> None:
-    """Raise an error after a failure of the pace run, which measures the time of a step."""
+    """Raise the error with which the pace run failed."""
     if error["type"] == "TimeoutError":
         raise ConfigError("the budget is too short for a few steps of the recipe: raise --budget")
     kinds = {"ConfigError": ConfigError, "InputError": InputError}
@@ -319,7 +325,7 @@ def _run_trials(
     asker: Asker,
     on_trial: Callable[[Mapping[str, Any]], None],
 ) -> None:
-    """Run trials and append their lines to `lines`, until there are `trials` lines or the time
+    """Run trials and append their results to `lines`, until there are `trials` results or the time
     `ends` is reached."""
     say(
         f"tune: each trial has {study.trial_steps:,} of the recipe's {study.full_steps:,} steps "
@@ -367,8 +373,8 @@ def _run_trial(
     ends: float,
     asker: Asker,
 ) -> dict[str, Any] | None:
-    """Run a trial. Return its line for trials.jsonl, or None if the trial was stopped because the
-    budget was used up."""
+    """Run a trial. Return the trial's line for trials.jsonl. Return None if the trial was stopped
+    because the budget was used up."""
     number, begun = len(lines) + 1, time.monotonic()
     curves = [line["curve"] for line in lines if line["state"] == "complete"]
     found: dict[str, Any]
@@ -379,7 +385,8 @@ def _run_trial(
             study.parsed, own, study.trial_steps, study.full_steps, seq_len=study.seq_len
         )
     except ConfigError as error:
-        # Each value is valid on its own (see `require_keys`), but the combination is not.
+        # The combination of values is invalid, although each value is valid on its own (see
+        # `require_keys`).
         found = {"error": {"type": "ConfigError", "message": str(error)}}
     else:
         place = folder / f"trial-{number:03d}"
@@ -424,10 +431,11 @@ def _result(folder: Path, study: Study, lines: Sequence[Mapping[str, Any]]) -> T
 def _best_recipe(folder: Path, study: Study, best: Mapping[str, Any], count: int) -> str:
     """Return the recipe of the full run with the best values, as YAML text.
 
-    Its run.dir is a folder inside the study's folder, because the recipe's run.dir may already
+    Its run.dir is a folder inside the folder of the study, because the original run.dir may already
     contain a run.
     """
-    # The first trial used the unchanged recipe, so keys that are not set must remain unset.
+    # The first trial used the unchanged recipe. Keys that the recipe does not set must therefore
+    # remain unset.
     values = {} if best["trial"] == 1 else best["values"]
     found = with_values(study.parsed, values, study.seq_len)
     content = found.model_dump(mode="json", exclude_unset=True)
@@ -447,10 +455,10 @@ Asker = Callable[[Mapping[str, Any], float | None], dict[str, Any]]
 
 @contextlib.contextmanager
 def trial_processes(device: torch.device) -> Iterator[Asker]:
-    """Context manager that yields a function. The function runs each trial in a separate process.
+    """Context manager that yields a function for running trials in separate processes.
 
-    On a CPU, the processes are forked from a process that has already imported all modules, because
-    the imports take as long as a small trial.
+    On a CPU, the processes are forked from a server process that has already imported all modules,
+    because the imports take as long as a small trial.
     """
     module, environment = "firstlight.tuning.search", training_environment()
     if device.type == "cpu":
@@ -473,17 +481,17 @@ def ask_trial(
     """Run a trial. Return the result of `measure`, or {"error": {"type", "message"}}.
 
     Args:
-        asker: function from `trial_processes`.
-        place: folder for the trial's run.
+        asker: function that runs a trial, as yielded by `trial_processes`.
+        place: run folder of the trial.
         values: values of the trial's recipe.
         init_from: initial weights; see `tune`.
         ends: value of `time.monotonic` at which the trial is stopped.
-        pace: True to only measure the time of steps and evaluations.
+        pace: True to measure only the duration of steps and evaluations.
         curves: curves of complete trials.
     """
     if place.exists():
-        # The folder was left behind by a killed call. If the process of that trial is still
-        # running, it fails once the folder is removed.
+        # This folder was left behind by a call that was killed. If the process of its trial is
+        # still running, the process fails once the folder is removed.
         remove_folder(place)
     make_folder(place.parent)
     request = {
@@ -499,7 +507,8 @@ def ask_trial(
 
 
 def measure(request: dict[str, Any]) -> dict[str, Any]:
-    """Run a trial or only the first steps of the recipe, in this process and without checkpoints.
+    """Run a trial, or only the first steps of the recipe, in this process. Checkpoints are not
+    saved.
 
     Args:
         request: a dict with "recipe" (the values of the recipe), "init_from", "threads" (the number
@@ -530,7 +539,7 @@ def measure(request: dict[str, Any]) -> dict[str, Any]:
     watch = _Pace(recipe) if request["pace"] else _Trial(recipe, request["curves"])
 
     def on_step(record: Mapping[str, Any]) -> None:
-        # Also stop if the calling process has ended, because nothing would read the result.
+        # Also stop if the calling process has ended, because the result would not be read.
         if watch.is_done_with(record) or not psutil.pid_exists(request["parent"]):
             raise _Done
 
@@ -544,10 +553,10 @@ class _Done(Exception):  # noqa: N818 - not an error
 
 
 class _Trial:
-    """Records the evaluations of a trial and decides whether the trial is pruned.
+    """Records the evaluations of a trial and decides whether to prune the trial.
 
     Args:
-        recipe: the trial's recipe.
+        recipe: recipe of the trial.
         curves: curves of complete trials.
     """
 

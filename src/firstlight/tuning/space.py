@@ -1,4 +1,4 @@
-"""The search space of `firstlight tune`, and the recipe of a trial.
+"""Define the search space of `firstlight tune`, and create the recipes of trials.
 
 A trial is a shortened run of the recipe. The schedule and all other values that count steps are
 scaled to the length of the trial. The learning rate therefore decays to the same value as at the
@@ -25,7 +25,7 @@ from firstlight.recipe.load import changed_recipe, parse_yaml
 #: Number of evaluations in a trial. The last evaluation is at the end of the trial.
 POINTS = 6
 
-#: Recipe sections whose keys can be searched. These keys affect the result of training.
+#: Recipe sections whose keys can be searched, because they affect the result of training.
 _SECTIONS = (
     "model",
     "init",
@@ -65,7 +65,8 @@ _FACTOR = 5.0
 #: Default range of schedule.warmup_ratio.
 _WARMUP = (0.005, 0.2)
 
-#: Value of a key in a trial: a number from a range, or one of the listed choices as YAML text.
+#: Value of a key in a trial. It is either a number from a range or one of the listed choices as
+#: YAML text.
 Value = float | int | str
 
 
@@ -75,11 +76,11 @@ class SearchKey:
 
     Attributes:
         key: `section.key`.
-        choices: YAML texts of the values; empty for a range.
+        choices: the values as YAML text; empty for a range.
         low: lower end of the range, inclusive.
         high: upper end of the range, inclusive.
         log: True to sample the range on a logarithmic scale.
-        whole: True if the range contains only integers.
+        whole: True to sample only integers from the range.
     """
 
     key: str
@@ -98,7 +99,7 @@ class SearchKey:
 
     def rounded(self, value: Value) -> Value:
         """Round a sampled number to three significant digits for readability, and clamp it to the
-        range. Return texts and integers unchanged."""
+        range. Return strings and integers unchanged."""
         if isinstance(value, str) or self.whole:
             return value
         return min(max(float(f"{value:.3g}"), self.low), self.high)
@@ -136,7 +137,7 @@ def parse_search(text: str) -> SearchKey:
 
 
 def _choices(key: str, values: str) -> tuple[str, ...]:
-    # A comma inside brackets, as in [0.9,0.95], is part of a value.
+    # A comma inside brackets belongs to the value, as in [0.9,0.95].
     choices = tuple(part.strip() for part in re.split(r",(?![^\[]*\])", values))
     if len(set(choices)) < 2 or "" in choices:
         raise ConfigError(
@@ -172,7 +173,7 @@ def _range(key: str, low: str, high: str, *, log: bool) -> SearchKey:
 
 
 def _kinds_of(key: str) -> set[Any]:
-    """Return the types that the schema allows for a key."""
+    """Return the types of values that the schema allows for a key."""
     section, _, name = key.partition(".")
     fields = [
         kind.model_fields[own] for of, kind, own in recipe_fields() if (of, own) == (section, name)
@@ -233,9 +234,9 @@ def own_values(keys: Sequence[SearchKey], recipe: Recipe, warmup_ratio: float) -
 def with_values(recipe: Recipe, values: Mapping[str, Value], seq_len: int) -> Recipe:
     """Return the recipe of the full run with the values of a trial.
 
-    A searched key replaces its alternatives; for example, `warmup_ratio` replaces `warmup_steps`.
-    If the batch size changes, the number of steps is adjusted so that the number of tokens stays
-    the same.
+    A searched key replaces alternative keys in the recipe. For example, `warmup_ratio` replaces
+    `warmup_steps`. If the batch size changes, the number of steps is adjusted so that the total
+    number of tokens stays the same.
 
     Args:
         recipe: the recipe as written by the user.
@@ -263,7 +264,8 @@ def with_values(recipe: Recipe, values: Mapping[str, Value], seq_len: int) -> Re
 
 
 def require_keys(keys: Sequence[SearchKey], recipe: Recipe) -> None:
-    """Check that each value of the searched keys is valid together with the recipe's other values.
+    """Check that each value in the search space is valid together with the remaining values of the
+    recipe.
 
     Raises:
         ConfigError: a key is repeated, or the recipe is invalid with one of the values.
@@ -279,14 +281,14 @@ def require_keys(keys: Sequence[SearchKey], recipe: Recipe) -> None:
 
 
 def describe(values: Mapping[str, Value]) -> str:
-    """Describe values as text, such as "optimizer.learning_rate 0.003". Return "its own values" if
-    the mapping is empty."""
+    """Format values as a string, such as "optimizer.learning_rate 0.003". Return "its own values"
+    if the mapping is empty."""
     parts = (f"{key} {show_value(value)}" for key, value in values.items())
     return ", ".join(parts) or "its own values"
 
 
 def show_value(value: Value) -> str:
-    """Return a value as short text."""
+    """Format a value as a short string."""
     return value if isinstance(value, str) else compact(value)
 
 
@@ -294,7 +296,7 @@ def step_tokens(recipe: Recipe, seq_len: int) -> int:
     """Return the number of tokens per optimizer step in a run with one process.
 
     Raises:
-        ConfigError: the batch is not a multiple of the micro-batch.
+        ConfigError: the global batch size is not a multiple of the micro-batch size.
     """
     if recipe.batch.global_batch_tokens is not None:
         return recipe.batch.global_batch_tokens
@@ -333,7 +335,7 @@ def trial_recipe(
     evaluation = {"every_steps": -(-steps // POINTS), "max_rows": found.evaluation.max_rows}
     changes |= {
         "evaluation": {**evaluation, "sample_prompts": []},
-        # Don't save checkpoints, because trials are never resumed.
+        # Checkpoints are not saved, because trials are never resumed.
         "checkpoint": {"every_steps": 0, "keep_best": 0},
         "run.max_minutes": None,
         "run.trackers": [],

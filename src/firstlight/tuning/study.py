@@ -1,8 +1,9 @@
-"""Studies of `firstlight tune`. This module contains the settings of a study, the parts that use
-Optuna (values of trials, pruning, importance of keys), and the results as a table and a picture.
+"""Store the settings of a `firstlight tune` study, and show its results as a table and a picture.
+This module also contains all code that uses Optuna, which proposes the values of trials, prunes
+trials and estimates the importance of keys.
 
-Optuna does not store any files. Its study is recreated in memory from the lines of trials.jsonl
-each time it is used.
+Optuna does not store any files. An Optuna study is recreated in memory from trials.jsonl each time
+it is used.
 """
 
 from __future__ import annotations
@@ -30,25 +31,26 @@ _RANDOM_TRIALS = 8
 #: Minimum number of complete trials for estimating the importance of keys.
 _TRIALS_TO_WEIGH = 8
 
-#: A trial is pruned if its lowest loss so far is above this percentile of the losses of complete
-#: trials at the same evaluation.
+#: A trial is pruned if its lowest loss so far is above this percentile of the losses that complete
+#: trials had at the same evaluation.
 _KEPT_PERCENT = 75.0
 
 #: Minimum number of complete trials before any trial is pruned.
 _UNPRUNED_TRIALS = 5
 
-#: Minimum number of evaluations before a trial is pruned, which is a third of all evaluations of a
+#: Minimum number of evaluations before a trial is pruned. It is a third of the evaluations in a
 #: trial.
 _UNPRUNED_POINTS = 2
 
-#: Number of attempts to propose a new combination of values. If all of them fail, every combination
-#: is assumed to have been tried.
+#: Number of attempts to propose a new combination of values. If all attempts fail, all combinations
+#: are assumed to have been tried.
 _ATTEMPTS = 50
 
 
 @dataclass(frozen=True)
 class Study:
-    """Content of study.json: the settings of a study and the measurements of its first call.
+    """The content of study.json, which consists of the settings of a study and the measurements
+    made by its first call.
 
     Attributes:
         recipe: values of the recipe.
@@ -57,10 +59,10 @@ class Study:
         objective: metric to minimise, "bits_per_byte" or "val/loss".
         seq_len: number of tokens per sequence.
         full_steps: number of steps in the recipe's full run.
-        warmup_ratio: warm-up steps as a fraction of `full_steps`.
+        warmup_ratio: number of warm-up steps as a fraction of `full_steps`.
         trial_steps: number of steps in a trial.
         seconds: expected duration of a trial in seconds, including process startup.
-        machine: facts about the machine.
+        machine: facts about the machine on which the study was created.
     """
 
     recipe: dict[str, Any]
@@ -76,7 +78,7 @@ class Study:
 
     @property
     def parsed(self) -> Recipe:
-        """The recipe as `Recipe`."""
+        """The recipe of the study as a `Recipe` object."""
         return parse_recipe(self.recipe, "the study's recipe")
 
 
@@ -111,7 +113,7 @@ def read_trials(folder: Path, study: Study) -> list[dict[str, Any]]:
     """Read the lines of trials.jsonl.
 
     Raises:
-        CheckpointError: a line is damaged, or belongs to another study.
+        CheckpointError: a line is damaged or belongs to a different study.
     """
     path, names = folder / TRIALS_NAME, {one.key for one in study.search}
     lines = read_json_lines(path)
@@ -144,11 +146,12 @@ def propose(study: Study, lines: Sequence[Mapping[str, Any]]) -> dict[str, Value
 
 def _sample(study: Study, lines: Sequence[Mapping[str, Any]], attempt: int) -> dict[str, Value]:
     """Sample the values of the next trial with Optuna's TPE sampler (Bergstra et al. 2011). The
-    values depend only on the seed, the lines and the attempt."""
+    values depend only on the seed, the results of earlier trials in `lines`, and the number of the
+    attempt."""
     import optuna
 
-    # Use a new sampler for each trial, because the state of a sampler is lost when a study is
-    # resumed.
+    # Create a new sampler for each trial. If one sampler were used for several trials, its state
+    # would be lost when a study is resumed.
     seed = (study.parsed.run.seed * 1_000_003 + len(lines) * _ATTEMPTS + attempt) % 2**32
     sampler = optuna.samplers.TPESampler(seed=seed, n_startup_trials=_RANDOM_TRIALS)
     with _quiet():
@@ -182,14 +185,14 @@ def _replayed(study: Study, lines: Sequence[Mapping[str, Any]], sampler: Any = N
     distributions = _distributions(study)
     for line in lines:
         if set(line["values"]) != set(distributions):
-            continue  # In the first trial, some of the recipe's values can be outside the space.
+            continue  # the recipe's own values can be outside the search space
         is_complete = line["state"] == "complete"
         try:
             trial = create_trial(
                 params=line["values"],
                 distributions=distributions,
                 # Failed trials are also marked as pruned, because the sampler ranks pruned trials
-                # without intermediate values below all others.
+                # without intermediate values below all other trials.
                 state=TrialState.COMPLETE if is_complete else TrialState.PRUNED,
                 value=line["objective"] if is_complete else None,
                 intermediate_values={point: value for point, _, _, value in line["curve"]},
@@ -214,8 +217,8 @@ def _quiet() -> Iterator[None]:
 
 
 def pruning_trial(curves: Sequence[Sequence[Sequence[float]]]) -> Any:
-    """Return an Optuna trial with a `should_prune` method that compares the trial with the curves
-    of complete trials.
+    """Return an Optuna trial whose `should_prune` method compares its losses with the curves of
+    complete trials.
 
     Args:
         curves: for each complete trial, a list [number of the evaluation, step, tokens, loss] for
@@ -258,7 +261,7 @@ def trial_in_words(line: Mapping[str, Any], study: Study) -> str:
     return f"{head}: {study.objective} {line['objective']:.4f}{early}"
 
 
-# Results: a table, and a plot of the loss against each key
+# Showing the results as a table and as plots of the loss as a function of each key
 
 #: Number of panels per row in the picture.
 _COLUMNS = 3
@@ -266,16 +269,16 @@ _COLUMNS = 3
 #: Maximum number of ticks on the x axis of a panel.
 _TICKS = 5
 
-#: The y axis extends above the best loss by this multiple of the difference between the median loss
-#: and the best loss. Higher losses are drawn at the upper edge.
+#: The y axis extends above the best loss by the difference between the median loss and the best
+#: loss, multiplied by this factor. Higher losses are drawn at the upper edge.
 _SPAN = 2.5
 
 Line = Mapping[str, Any]
 
 
 def in_order(lines: Sequence[Line]) -> list[Line]:
-    """Sort trials from best to worst. Complete trials come first, sorted by loss. Then come pruned
-    trials, sorted by the fraction of completed steps, and then failed trials."""
+    """Sort trials from best to worst. Complete trials come first, sorted by loss. They are followed
+    by pruned trials, sorted by the fraction of completed steps, and finally by failed trials."""
     ranks = {"complete": 0, "pruned": 1, "failed": 2}
 
     def place(line: Line) -> tuple[Any, ...]:
@@ -303,7 +306,8 @@ def table(keys: Sequence[SearchKey], objective: str, lines: Sequence[Line]) -> l
 
 
 def draw(keys: Sequence[SearchKey], objective: str, lines: Sequence[Line]) -> bytes:
-    """Draw the loss against each key, and the loss curves of all trials, as a PNG.
+    """Draw the loss as a function of each key and the loss curves of all trials, and return the
+    picture as a PNG.
 
     Args:
         keys: the searched keys.
@@ -319,7 +323,7 @@ def draw(keys: Sequence[SearchKey], objective: str, lines: Sequence[Line]) -> by
     top = lowest + max(_SPAN * (statistics.median(ends) - lowest), 0.01 * lowest)
     columns = min(len(keys) + 1, _COLUMNS)
     rows = -(-(len(keys) + 1) // columns)
-    # Don't use pyplot, which would look for a window system and keep global state.
+    # pyplot is not used, because it looks for a window system and keeps global state.
     figure = Figure(figsize=(4.4 * columns, 3.4 * rows + 0.4), layout="constrained")
     axes = list(figure.subplots(rows, columns, squeeze=False).flat)
     for place, key in zip(axes, keys, strict=False):
@@ -364,7 +368,7 @@ def _draw_key(place: Any, key: SearchKey, lines: Sequence[Line], best: Line, *, 
         elif line["state"] == "pruned":
             place.scatter(x, min(loss, top), marker="x", color="tab:gray", s=28)
         else:
-            # Draw later trials darker, to show where the sampler narrowed the search.
+            # Later trials are drawn darker to show where the sampler narrowed the search.
             shade = 0.35 + 0.65 * line["trial"] / max(one["trial"] for one in lines)
             marker = "^" if loss > top else "o"
             place.scatter(x, min(loss, top), marker=marker, color="tab:blue", s=28, alpha=shade)
@@ -384,8 +388,8 @@ def _draw_curves(place: Any, lines: Sequence[Line], best: Line) -> None:
             alpha=1.0 if is_best else 0.45,
             linewidth=1.2,
         )
-    # Scale the y axis to the second point of each curve, because the first losses are so high that
-    # they would flatten the rest of the curves.
+    # Choose the upper limit of the y axis based on the second point of each curve, because the
+    # first losses are so high that they would flatten the rest of the curves.
     second = [line["curve"][1][3] for line in lines if len(line["curve"]) > 1]
     if second:
         lowest, highest = best["objective"], statistics.median(second)

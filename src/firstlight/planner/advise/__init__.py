@@ -1,1 +1,2 @@
-"""Choose the model and the run for a budget, for `plan --budget` and `train TEXTS`."""
+"""Choose a model and the length of its run for a budget. `plan --budget` and `train TEXTS` use this
+package."""

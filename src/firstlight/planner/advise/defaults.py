@@ -1,10 +1,11 @@
-"""Defaults for choosing a model and its training settings: model layouts and shapes, the formula
-for the expected loss, and learning rates by optimizer and width. `plan --budget`, `train TEXTS` and
-fine-tuning all use them.
+"""Define the constants for choosing a model and its training settings. They include model layouts
+and shapes, the formula for the expected loss, and learning rates by optimizer and width. The
+constants are used by `plan --budget`, by `train TEXTS` and for fine-tuning.
 
 Unless another source is given, the constants were measured with models of 0.8 to 5 million
 parameters, trained on the source code of Python's standard library (`python -m benchmarks
-learning`). For larger models, they are extrapolated with the published scaling laws cited here.
+learning`). For larger models, they are extrapolated with the published scaling laws that are cited
+in this module.
 
 Learning rates do not depend on the batch size, because they were measured with batch sizes that
 grow with the length of the run, as in `model.batch_tokens`.
@@ -18,15 +19,16 @@ from typing import Any
 from firstlight.errors import ConfigError
 from firstlight.optim.new_model import MODEL, NEW_MODEL, RATE_WIDTH
 
-#: Settings of new models, keyed by `section.key`: layout, initial weights, optimizer and schedule.
+#: Settings of new models for the layout, initial weights, optimizer and schedule, keyed by
+#: `section.key`.
 LAYOUT: dict[str, Any] = {
     f"{section}.{key}": value
     for section, values in {"model": MODEL, **NEW_MODEL}.items()
     for key, value in values.items()
 }
 
-#: (hidden_size, num_hidden_layers) of the candidate models, smallest first. Widths are multiples of
-#: 64, the size of an attention head.
+#: (hidden_size, num_hidden_layers) of the candidate models, smallest first. All widths are
+#: multiples of 64, which is the head dimension.
 SHAPES = (
     (64, 2),
     (64, 4),
@@ -74,8 +76,8 @@ SIZES = {
 
 #: Vocabulary size for each size of text, as (maximum bytes of text, vocabulary size). In runs of a
 #: few minutes that read 1 MB of text four times, a vocabulary of 512 tokens gave fewer bits per
-#: byte than a vocabulary of 1,024 tokens (0.8% fewer on Shakespeare, 0.6% fewer on WikiText-2). The
-#: sizes for 1.5 to 10 MB are interpolated.
+#: byte than a vocabulary of 1,024 tokens. The difference was 0.8% on Shakespeare and 0.6% on
+#: WikiText-2. The sizes for 1.5 to 10 MB are interpolated.
 VOCABULARIES = (
     (1.5e6, 512),
     (3e6, 1024),
@@ -92,9 +94,9 @@ BYTES_PER_TOKEN = {512: 1.9, 1024: 2.35, 2048: 2.8, 4096: 3.3, 8192: 3.7, 16384:
 SEQ_LENS = ((320, 256), (640, 512), (1 << 30, 1024))
 #: Runs of at least LONG_RUN_TOKENS tokens use sequences of at least LONG_SEQ_LEN tokens. In runs of
 #: 6.3 million tokens, a 1.9M-parameter model trained on the standard library reached 1.085 bits per
-#: byte with sequences of 512 tokens and 1.142 with sequences of 256 (1.129 and 1.168 with a
-#: different seed). In runs of 3.4 million tokens, it reached 1.260 bits per byte with 512 tokens
-#: and 1.247 with 256.
+#: byte with sequences of 512 tokens and 1.142 with sequences of 256 tokens. With a different seed,
+#: the results were 1.129 and 1.168. In runs of 3.4 million tokens, the same model reached 1.260
+#: bits per byte with sequences of 512 tokens and 1.247 with sequences of 256 tokens.
 LONG_RUN_TOKENS, LONG_SEQ_LEN = 5_000_000, 512
 
 #: BATCH_TOKENS is the number of tokens per step for a run of BATCH_AT_TOKENS tokens. The number of
@@ -106,7 +108,7 @@ LONG_RUN_TOKENS, LONG_SEQ_LEN = 5_000_000, 512
 BATCH_TOKENS, BATCH_AT_TOKENS = 2048, 1_600_000
 MOST_BATCH_TOKENS = 524_288
 
-#: Number of tokens per forward pass that keeps a device busy, by kind of device.
+#: Number of tokens per forward pass that is large enough to keep a device busy, by kind of device.
 MICRO_BATCH_TOKENS = {"cpu": 2048, "cuda": 32_768, "mps": 8192}
 
 #: Expected bits per character of held-out text:
@@ -119,9 +121,9 @@ MICRO_BATCH_TOKENS = {"cpu": 2048, "cuda": 32_768, "mps": 8192}
 #: Here, x is xz's bits per character on a sample of the text, divided by xz's bits per character on
 #: the standard library (XZ_OF_LIBRARY). The formula uses max(x, 1) in the last term, because text
 #: that xz compresses better than the standard library is not harder to learn. "parameters" is the
-#: number of parameters of the layers, and "characters" is the number of characters that training
-#: reads. The n-gram bits and xz's bits are those in `law.Hardness`. The n-gram bits are at least
-#: LEAST_NGRAM_BITS.
+#: number of parameters in the layers, and "characters" is the number of characters that are read
+#: during training. The n-gram bits and xz's bits are those in `law.Hardness`. The n-gram bits are
+#: at least LEAST_NGRAM_BITS.
 #:
 #: ALPHA, BETA and A are close to the values in Hoffmann et al. 2022. They were fitted, together
 #: with B, to 28 runs with 0.6 to 7.6 million parameters. The runs read 0.9 to 44 MB of the standard
@@ -150,38 +152,38 @@ DENSE_XZ_BITS = 2.8
 EXPECTED_RANGE, UNUSUAL_RANGE = (0.84, 1.18), (0.6, 1.3)
 USUAL_LONG_NGRAMS = (0.78, 1.16)
 
-#: GOOD_EPOCHS: number of passes over the text up to which repeated text is nearly as good as new
-#: text (Muennighoff et al. 2023 find four, for larger models and texts). MOST_EPOCHS: maximum
+#: Up to GOOD_EPOCHS passes over the text, repeated text is nearly as good as new text. Muennighoff
+#: et al. 2023 find four passes, for larger models and larger texts. MOST_EPOCHS is the maximum
 #: number of passes. With a weight decay of 0.1 to 0.3, the held-out loss rose after 4 to 5 passes
 #: with 85,000 tokens and 9 parameters per token, and after 4 passes with 400,000 tokens and 2
-#: parameters per token. This was the case with and without dropout. After 12 passes, the loss was
-#: much higher. With a weight decay of 3.0, six passes gave 0.2% fewer bits than four passes (one
-#: run each).
+#: parameters per token. It rose both with and without dropout. After 12 passes, the held-out loss
+#: was much higher. With a weight decay of 3.0, six passes gave 0.2% fewer bits than four passes
+#: (one run each).
 GOOD_EPOCHS, MOST_EPOCHS = 2.0, 4.0
-#: If a text has fewer bytes than this, the plan warns that it is too small to learn a language
-#: from.
+#: For a text with fewer bytes than this, the plan warns that the text is too small to learn a
+#: language from.
 LITTLE_TEXT = 50_000
-#: The plan estimates the benefit of more text: it reports the expected decrease in bits per byte
-#: with this many times as much text.
+#: To show the benefit of more text, the plan reports the expected decrease in bits per byte with
+#: this many times as much text.
 MORE_TEXT = 10.0
 #: Tolerances for choosing the model. The plan chooses the largest model whose expected bits exceed
 #: the lowest expected bits by at most the tolerance, because the estimates for very small models
 #: are the least certain. INDIFFERENT is a fraction of the lowest bits. INDIFFERENT_SHARE is a
 #: fraction of the difference between the lowest bits and `law.least_bits`. The smaller of the two
-#: tolerances applies. INDIFFERENT_SHARE determines the choice of large models, where it balances
-#: parameters and tokens about as the published laws do (Hoffmann et al. 2022: 20 tokens per
-#: parameter).
+#: tolerances applies. For large models, INDIFFERENT_SHARE is the smaller tolerance. The resulting
+#: ratio of tokens to parameters is then similar to the published value of 20 (Hoffmann et al.
+#: 2022).
 INDIFFERENT, INDIFFERENT_SHARE = 0.005, 0.03
-#: Maximum number of layer parameters per token of the text: a larger model memorises the text.
-#: After four passes over 1 MB (Shakespeare, vocabulary of 512 tokens), 15 parameters per token with
-#: a weight decay of 2.5 gave 1.1% fewer bits than 6 parameters per token with 2.0. Higher values
-#: were not measured.
+#: Maximum number of layer parameters per token of the text. Larger models memorise the text. After
+#: four passes over 1 MB (Shakespeare, vocabulary of 512 tokens), 15 parameters per token with a
+#: weight decay of 2.5 gave 1.1% fewer bits than 6 parameters per token with 2.0. Higher values were
+#: not measured.
 MOST_PARAMETERS_A_TOKEN = 16.0
-#: WEIGHT_DECAY is the usual weight decay. If text is read more often than `GOOD_EPOCHS`, and the
-#: model has at least REPEATED_PARAMETERS layer parameters per token of the text, the weight decay
-#: is REPEATED_WEIGHT_DECAY with Muon and REPEATED_ADAMW_DECAY with other optimizers. With fewer
-#: parameters per token, the weight decay is proportionally lower, down to WEIGHT_DECAY, because a
-#: model that is small relative to its text does not memorise it.
+#: WEIGHT_DECAY is the usual weight decay. A higher weight decay is used if there are more than
+#: `GOOD_EPOCHS` passes over the text and the model has at least REPEATED_PARAMETERS layer
+#: parameters per token of the text. It is REPEATED_WEIGHT_DECAY with Muon and REPEATED_ADAMW_DECAY
+#: with other optimizers. With fewer parameters per token, the weight decay is proportionally lower,
+#: down to WEIGHT_DECAY, because a model that is small relative to its text does not memorise it.
 #:
 #: Measurements with Muon after four passes over 1 MB (Shakespeare, vocabulary of 1,024 tokens):
 #: with 7.5 parameters per token, a weight decay of 2.0 gave 0.9% fewer bits than 1.0, and 3.0 gave
@@ -194,26 +196,27 @@ REPEATED_WEIGHT_DECAY = 2.0
 REPEATED_ADAMW_DECAY = 0.3
 REPEATED_PARAMETERS = 3.0
 
-#: The model is chosen again if the measured speed and the speed for which it was chosen differ by
-#: more than this factor.
+#: If the measured speed differs from the assumed speed by more than this factor, the model is
+#: chosen again.
 OTHER_SPEED = 1.5
-#: Fraction of the available time. If the limit on passes over the text ends a run before this
-#: fraction, the plan reports that the run ends early.
+#: The plan reports that a run ends early if the limit on passes over the text ends it before this
+#: fraction of the available time has passed.
 EARLY = 0.8
-#: Expected seconds that a command spends on work other than training and preparing the text:
-#: imports, measuring the machine's speed, the first evaluation and the report. PREPARED_PER_SECOND
-#: is the number of bytes of text that are read and prepared per second. With 1.1 MB of text
-#: (Shakespeare) on 2 cores, this work and the preparation together took 11 s.
+#: OTHER_SECONDS is the number of seconds that a command is expected to spend on imports, on
+#: measuring the machine's speed, on the first evaluation and on the report. PREPARED_PER_SECOND is
+#: the number of bytes of text that are read and prepared per second. With 1.1 MB of text
+#: (Shakespeare) on 2 cores, all work other than training took 11 s.
 OTHER_SECONDS, PREPARED_PER_SECOND = 10.0, 4e6
-#: Minimum number of bytes of text to prepare. A shorter text is prepared in full. A run that reads
-#: more text prepares as much as it needs.
+#: Minimum number of bytes of text to prepare. Text with fewer bytes is prepared in full. For a run
+#: that reads more text, the required amount is prepared.
 PREPARED_BYTES = 64 << 20
-#: Usual fraction of a run's time that is spent on evaluations, sample texts and checkpoints
-#: combined.
+#: Usual fraction of a run's time that is spent on evaluations, sample texts and checkpoints in
+#: total.
 EVALUATION_SHARE = 0.06
-#: (number of evaluations, not counting the one before the first step, sample texts per evaluation,
-#: tokens per sample text, maximum fraction of the run's time). The first entry whose evaluations
-#: fit in its fraction is used, or the last entry if none fit.
+#: Each entry contains the number of evaluations (not counting the evaluation before the first
+#: step), the number of sample texts per evaluation, the number of tokens per sample text, and the
+#: maximum fraction of the run's time for evaluations. The first entry whose evaluations fit in the
+#: maximum fraction is used. If no entry fits, the last one is used.
 PARTS = (
     (4, 3, 64, EVALUATION_SHARE),
     (2, 3, 64, 0.1),
@@ -231,23 +234,25 @@ LOSS_SHARE = 2 / 3
 #: LEAST_ROWS rows and LEAST_EVALUATED tokens.
 USUAL_ROWS = 16
 LEAST_ROWS, LEAST_EVALUATED = 2, 2048
-#: A budget is accepted if it allows at least this many steps, or as many as the data allows.
+#: A budget is accepted if it allows at least this number of steps. Fewer steps are accepted if
+#: there is not enough data for this number.
 LEAST_STEPS = 8
 
 #: `lora.rank` and `lora.alpha`.
 ADAPTER_RANK, ADAPTER_ALPHA = 16, 32.0
-#: Maximum number of passes over the conversations: CHAT_EPOCHS if there are at least MANY_CHATS
-#: conversations, CHAT_EPOCHS_OF_FEW if there are fewer.
+#: Maximum number of passes over the conversations. It is CHAT_EPOCHS if there are at least
+#: MANY_CHATS conversations, and CHAT_EPOCHS_OF_FEW otherwise.
 CHAT_EPOCHS = 3.0
 CHAT_EPOCHS_OF_FEW = 10.0
 MANY_CHATS = 1000
-#: Preference pairs (DPO): learning rate as a multiple of the rate for conversations, and maximum
-#: number of passes. Higher rates make all answers less likely, including the preferred answers.
+#: Settings for preference pairs (DPO): the learning rate as a multiple of the learning rate for
+#: conversations, and the maximum number of passes over the pairs. Higher learning rates make all
+#: answers less likely, including the preferred answers.
 PAIR_MULTIPLE, PAIR_EPOCHS = 0.05, 3.0
-#: Number of steps of a short fine-tuning run, and maximum tokens per step.
+#: Number of steps in a short fine-tuning run, and maximum number of tokens per step.
 TUNING_STEPS, MOST_TUNING_BATCH = 200, 32_768
-#: Fraction of the conversations that must fit in a row if the longest conversation has more than
-#: LONGEST_ROW tokens.
+#: Rows are long enough for the longest conversation if it has at most LONGEST_ROW tokens.
+#: Otherwise, at least this fraction of the conversations must fit in a row.
 USUAL_SHARE, LONGEST_ROW = 0.99, 2048
 
 # Learning rates
@@ -265,16 +270,17 @@ NEW_MODEL_RATES: dict[str, dict[str, float]] = {
     "lion": {"learning_rate": 4e-4},
     "adafactor": {"learning_rate": 1e-2},
 }
-#: Fine-tuning all weights: TUNING_RATE is AdamW's learning rate for a hidden_size of TUNING_WIDTH.
-#: The rate is inversely proportional to the width (Yang et al. 2022). For a width of 64, 2e-3 was
-#: the best of 7e-4, 2e-3 and 5e-3.
+#: For fine-tuning all weights, TUNING_RATE is AdamW's learning rate for a hidden_size of
+#: TUNING_WIDTH. The rate is inversely proportional to the width (Yang et al. 2022). For a width of
+#: 64, 2e-3 was the best of 7e-4, 2e-3 and 5e-3.
 TUNING_RATE, TUNING_WIDTH = 5e-5, 2000
-#: Fine-tuning: learning rate of each optimizer as a multiple of AdamW's learning rate. Lion's
-#: multiple is the same as for new models.
+#: Learning rate of each optimizer for fine-tuning, as a multiple of AdamW's learning rate. For
+#: Lion, the multiple is the same as for new models.
 TUNING_MULTIPLES = {"adamw": 1.0, "adamw8bit": 1.0, "paged_adamw8bit": 1.0, "lion": 0.2}
-#: Fine-tuning adapters: the learning rate is ADAPTER_MULTIPLE times TUNING_RATE for a hidden_size
-#: of TUNING_WIDTH, and proportional to width^-ADAPTER_POWER (Schulman et al. 2025, "LoRA Without
-#: Regret", fitted to Llama models with at least 1 billion parameters).
+#: For fine-tuning adapters with a hidden_size of TUNING_WIDTH, the learning rate is
+#: ADAPTER_MULTIPLE times TUNING_RATE. For other widths, it is proportional to width^-ADAPTER_POWER.
+#: This relation was fitted to Llama models with at least 1 billion parameters (Schulman et al.
+#: 2025, "LoRA Without Regret").
 ADAPTER_MULTIPLE, ADAPTER_POWER = 10.0, 0.781
 
 
@@ -288,8 +294,9 @@ def new_model_rates(
     Args:
         name: name of the optimizer.
         hidden_size: width of the model.
-        given: keys of the `optimizer` section set by the user. Learning rates among them apply to
-            this model, or to the width `tuned_width` if the user has set that key.
+        given: values of the `optimizer` section that are set by the user. If they include learning
+            rates, the rates apply to this model or, if the user has also set `tuned_width`, to
+            models of that width.
 
     Raises:
         ConfigError: no learning rate is known for the optimizer, and the user has not set one.
@@ -311,8 +318,8 @@ def new_model_rates(
         config = OptimizerConfig(**measured).for_width(width)
         keys = [*NEW_MODEL_RATES[name]]
         if follows_width and name != "muon":
-            # Only the learning rate of matrices changes with the width. These keys preserve the
-            # rates of embeddings and vectors.
+            # Only the learning rate of matrices changes with the width. These keys keep the
+            # learning rates of embeddings and vectors unchanged.
             keys += ["embedding_lr_multiple", "vector_lr_multiple"]
         rates = {key: float(f"{getattr(config, key):.3g}") for key in keys}
     return {**rates, "tuned_width": width} if follows_width else rates
@@ -326,7 +333,7 @@ def finetuning_rate(
     Args:
         name: name of the optimizer.
         hidden_size: width of the model.
-        given: keys of the `optimizer` section set by the user.
+        given: values of the `optimizer` section that are set by the user.
         adapters: True to fine-tune adapters, False to fine-tune all weights.
 
     Raises:

@@ -1,5 +1,5 @@
-"""Scaling law for the expected loss, and facts about the machine, the text and the model that
-determine which model is chosen."""
+"""Compute the expected loss with a scaling law, and define the facts about the machine, the text
+and the model on which the choice of a model is based."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _WORTH_OF_REPETITION = 15.39
 
 @dataclass(frozen=True)
 class Length:
-    """Length of a run, as one of three quantities.
+    """The length of a run, specified by one of three quantities.
 
     Attributes:
         seconds: duration of the training loop in seconds.
@@ -36,16 +36,16 @@ class MachineFacts:
     Attributes:
         name: name of the device.
         kind: "cpu", "cuda" or "mps".
-        rates: (training FLOPs per token, tokens per second) for each of several models, smallest
-            model first.
+        rates: pairs (training FLOPs per token, tokens per second) for models of several sizes,
+            smallest model first.
         usable_bytes: memory that a run can use, in bytes.
         origin: where the rates come from, as shown to the user.
         compiler: properties of torch.compile on this machine; None if torch.compile does not
             support this device.
-        steps: (training FLOPs per token, seconds of a step with few tokens) for each of several
-            models, smallest model first. On a GPU, such a step takes as long as launching its
-            kernels. The list is empty for a CPU, on which a step with few tokens is short. Both
-            `steps` and `rates` are measured without torch.compile.
+        steps: pairs (training FLOPs per token, seconds of a step with few tokens) for models of
+            several sizes, smallest model first. On a GPU, a step with few tokens takes as long as
+            launching its kernels. The list is empty for a CPU, because a step with few tokens is
+            short there. Both `steps` and `rates` apply to training without torch.compile.
         is_busy: True if other programs kept the cores busy while the speed was measured.
     """
 
@@ -59,7 +59,7 @@ class MachineFacts:
     is_busy: bool = False
 
     def times(self, factor: float) -> MachineFacts:
-        """Return the same machine with its speed multiplied by `factor`."""
+        """Return a copy of these facts with the speed multiplied by `factor`."""
         rates = [(flops, factor * rate) for flops, rate in self.rates]
         steps = [(flops, seconds / factor) for flops, seconds in self.steps]
         return replace(self, rates=rates, steps=steps)
@@ -69,9 +69,9 @@ class MachineFacts:
     ) -> float:
         """Estimate the training speed of a model in tokens per second.
 
-        The time per token is interpolated linearly between the models in `rates` and extrapolated
-        beyond them, but it is never less than half the time of the smallest model. If `rates`
-        contains a single model, the time is proportional to the FLOPs.
+        The time per token is interpolated linearly between the models in `rates`. For smaller and
+        larger models, it is extrapolated, but it is never less than half of the smallest model's
+        time. If `rates` contains a single model, the time is proportional to the FLOPs.
 
         Args:
             flops: training FLOPs per token of the model.
@@ -90,9 +90,9 @@ class MachineFacts:
 
 
 def _on_line(points: Sequence[tuple[float, float]], place: float) -> float:
-    """Return the value at `place`, interpolated linearly between (place, value) points that are
-    sorted by place. Beyond the first and last points, the value is extrapolated. The slope is never
-    negative."""
+    """Return the value at `place` by linear interpolation between (place, value) points, which must
+    be sorted by place. Before the first point and after the last point, the value is extrapolated.
+    The slope is never negative."""
     index = next((i for i, (one, _) in enumerate(points[1:-1], 1) if one > place), -1)
     (low, first), (high, second) = points[index - 1], points[index]
     return first + max((second - first) / (high - low), 0.0) * (place - low)
@@ -103,16 +103,16 @@ class Hardness:
     """Measures of how difficult a text is to learn.
 
     Attributes:
-        xz_bits_per_byte: size of the sample's training text when compressed with xz, in bits per
+        xz_bits_per_byte: size of the sample's training text after compression with xz, in bits per
             byte.
         ngram_bits_per_character: bits per character of an n-gram model on the sample's held-out
             text; at least `defaults.LEAST_NGRAM_BITS`. The model uses contexts of three characters
             and is trained on the sample's training text.
         long_ngram_ratio: bits per character of an n-gram model with contexts of eight characters,
             divided by `ngram_bits_per_character`.
-        held_out_xz_bits_per_byte: size of the held-out text when compressed with xz, in bits per
-            byte; 8 if unknown. Measured on the sample or, once the text is prepared, on all of the
-            held-out text.
+        held_out_xz_bits_per_byte: size of the held-out text after compression with xz, in bits per
+            byte; 8 if unknown. It is measured on the sample and, once the text is prepared, on all
+            of the held-out text.
     """
 
     xz_bits_per_byte: float
@@ -127,7 +127,7 @@ USUAL_HARDNESS = Hardness(defaults.XZ_OF_LIBRARY, defaults.NGRAM_BITS, 1.0)
 
 @dataclass(frozen=True)
 class TextFacts:
-    """Facts about prepared text, counted or estimated.
+    """Counted or estimated facts about prepared text.
 
     Attributes:
         vocab_size: vocabulary size of the tokenizer.
@@ -147,9 +147,9 @@ class TextFacts:
 
     @property
     def is_unusual(self) -> bool:
-        """True for text whose loss is hard to predict: longer contexts either improve an n-gram
-        model much more than usual or make it worse. Most text of this kind consists of tables,
-        sorted lists or repetitive data."""
+        """True if the loss on the text is difficult to predict, because longer contexts either
+        improve an n-gram model much more than usual or make it worse. Most text of this kind
+        consists of tables, sorted lists or repetitive data."""
         low, high = defaults.USUAL_LONG_NGRAMS
         return not low <= self.hardness.long_ngram_ratio <= high
 
@@ -192,27 +192,27 @@ class ModelSize:
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of the weights, gradients and two moments in fp32, which is the minimum memory for
-        training."""
+        """Minimum memory for training in bytes, which is the size of the weights, gradients and two
+        moments in fp32."""
         return 16 * self.parameters
 
     @property
     def flops_per_token(self) -> float:
-        """Training FLOPs per token: six for each weight used in a matrix product, plus the FLOPs of
-        attention."""
+        """Training FLOPs per token. They consist of six FLOPs for each weight that is used in a
+        matrix product, and the FLOPs of attention."""
         products = self.layer_parameters + self.vocab_size * self.hidden_size
         attention = self.num_hidden_layers * self.hidden_size * self.seq_len
         return 6.0 * (products + attention)
 
 
 def worth_of_bytes(read: float, unique: float) -> float:
-    """Return the number of bytes of new text that would be worth as much as reading the same text
-    repeatedly.
+    """Return the number of bytes of new text that would reduce the loss as much as reading a
+    shorter text repeatedly.
 
     Source: Muennighoff et al. 2023 (arXiv 2305.16264), equation 5.
 
     Args:
-        read: number of bytes that are read, including repetitions.
+        read: number of bytes that training reads, including repetitions.
         unique: number of bytes of the text, without repetitions.
     """
     if read <= unique:
@@ -237,7 +237,8 @@ def expected_bits(parameters: float, read: float, text: TextFacts) -> float:
     relative = xz / defaults.XZ_OF_LIBRARY
     bits: float = defaults.FLOOR * math.pow(relative, defaults.FLOOR_POWER)
     bits += defaults.A / parameters**defaults.ALPHA
-    # Without the lower limit of 1, the expected bits of the easiest texts would be the highest.
+    # Without the lower limit of 1, the expected bits would be highest for the text that is easiest
+    # to learn.
     bits += defaults.B / max(relative, 1.0) / characters**defaults.BETA
     ngrams = text.hardness.ngram_bits_per_character / defaults.NGRAM_BITS
     bits *= math.pow(ngrams, defaults.NGRAM_POWER)
@@ -268,9 +269,9 @@ def longer_text(text: TextFacts, factor: float, *, keeps_vocabulary: bool) -> Te
 
     Args:
         text: facts about the text.
-        factor: length of the longer text as a multiple of the text's length; above 1.
-        keeps_vocabulary: True to keep the text's vocabulary size; False to use the usual size for
-            the longer text.
+        factor: length of the longer text divided by the length of `text`; above 1.
+        keeps_vocabulary: True to keep the vocabulary size of `text`; False to use the usual
+            vocabulary size for the longer text.
     """
     whole = factor * (text.train_tokens + text.val_tokens) * text.bytes_per_token
     size = text.vocab_size

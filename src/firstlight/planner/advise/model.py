@@ -29,15 +29,15 @@ from firstlight.planner.advise.law import (
 if TYPE_CHECKING:
     from firstlight.models import ModelConfig
 
-#: Minimum number of steps of a run. If a run would have fewer steps, a smaller batch is used,
+#: Minimum number of steps in a run. A smaller batch is used if a run would have fewer steps,
 #: because the warm-up and decay of the learning rate need enough steps.
 _FEWEST_STEPS = 100
 
 
 def batch_tokens(tokens: float, seq_len: int) -> int:
-    """Return the number of tokens per step: a power of two that grows with the square root of the
-    run's tokens. If the run would otherwise have fewer than `_FEWEST_STEPS` steps, return a smaller
-    number, which still contains at least one sequence."""
+    """Return the number of tokens per step. It is a power of two and grows with the square root of
+    the number of tokens in the run. It is smaller if the run would otherwise have fewer than
+    `_FEWEST_STEPS` steps, but it is never less than one sequence."""
     wanted = defaults.BATCH_TOKENS * math.sqrt(max(tokens, 1.0) / defaults.BATCH_AT_TOKENS)
     wanted = min(max(wanted, defaults.BATCH_TOKENS), defaults.MOST_BATCH_TOKENS)
     batch = 1 << round(math.log2(wanted))
@@ -71,23 +71,27 @@ def batch_and_rate(
     modes: Sequence[Compiling],
     steps: int | None = None,
 ) -> tuple[int, float, Compiling]:
-    """Return a run's tokens per step, its tokens per second, and its fastest compilation mode.
+    """Return the tokens per step, the tokens per second and the fastest compilation mode of a run.
 
     The batch size depends on the number of tokens in the run, which depends on the speed, which in
     turn depends on the batch size. All three are therefore computed iteratively.
 
     Args:
-        rate: function from (tokens per step, mode) to tokens per second.
-        tokens_at: function from (tokens per second, mode) to the run's tokens.
-        batch_for: function from the run's tokens to tokens per step.
+        rate: function that receives (tokens per step, compilation mode) and returns tokens per
+            second.
+        tokens_at: function that receives (tokens per second, compilation mode) and returns the
+            number of tokens in the run.
+        batch_for: function that receives the number of tokens in the run and returns the tokens per
+            step.
         modes: compilation modes to choose from, including no compilation.
-        steps: number of steps of the run; None if its tokens are known or follow from its duration.
+        steps: number of steps in the run; None if the length of the run is given in tokens or as a
+            duration.
     """
 
     def found(mode: Compiling) -> tuple[int, float]:
         reached = rate(math.inf, mode)
-        # Two iterations are enough: the batch grows only with the square root of the tokens, so the
-        # second iteration hardly changes it.
+        # Two iterations are enough. The batch size grows only with the square root of the number of
+        # tokens, so the second iteration hardly changes it.
         for _ in range(2):
             batch = batch_for(tokens_at(reached, mode))
             reached = rate(batch, mode)
@@ -128,18 +132,20 @@ def best_model(
     is_timed: bool,
     in_time: Callable[[float], Sequence[T]],
 ) -> T:
-    """Return the best of the candidates that are not too large for their text.
+    """Return the best candidate that is not too large for the text.
 
-    With a time budget, this is the largest model whose expected loss is close to the lowest. With a
-    given number of tokens or steps, the largest model would always have the lowest loss. In this
-    case, the result is the largest model that would also be the best for a time budget equal to the
-    duration of its own run.
+    With a time budget, the best candidate is the largest model whose expected loss is close to the
+    lowest expected loss. With a given number of tokens or steps, the largest model would always
+    have the lowest loss. In this case, each candidate is treated as if the duration of its run were
+    a time budget, and the result is the largest candidate that would be the best within its own
+    budget.
 
     Args:
         candidates: models that fit in memory, smallest first.
         text: facts about the text.
         is_timed: True if the candidates' runs have a time budget.
-        in_time: function from a duration to the candidates with runs of that duration.
+        in_time: function that receives a duration and returns all candidates with runs of this
+            duration.
     """
     most = defaults.MOST_PARAMETERS_A_TOKEN * text.train_tokens
     general = [one for one in candidates if one.layer_parameters <= most] or candidates[:1]
@@ -203,11 +209,11 @@ class Suggestion:
 
 
 def usual_text(vocab_size: int, tokens: float | None) -> TextFacts:
-    """Return facts about a text of which only the number of tokens is known.
+    """Return facts about a text if only its number of tokens is known.
 
     Args:
         vocab_size: vocabulary size of the tokenizer.
-        tokens: number of tokens; None if it is unknown, or larger than any run reads.
+        tokens: number of tokens. None if the number is unknown or is more than any run can read.
     """
     train = math.inf if tokens is None else float(tokens)
     return TextFacts(
@@ -215,8 +221,8 @@ def usual_text(vocab_size: int, tokens: float | None) -> TextFacts:
     )
 
 
-#: Function from (model, tokens per step, compilation mode) to the training speed in tokens per
-#: second, or None if the model does not fit.
+#: Function that receives (model, tokens per step, compilation mode). It returns the training speed
+#: in tokens per second, or None if the model does not fit in memory.
 Rate = Callable[["Suggestion", float, Compiling], float | None]
 
 
@@ -241,12 +247,12 @@ def suggest(
         seconds, tokens: budget as time or as tokens; exactly one of them is set.
         epochs: maximum number of passes over the text with a time budget; None for
             `defaults.MOST_EPOCHS`.
-        modes: function from a model to the compilation modes to choose from, including no
-            compilation.
+        modes: function that receives a model and returns the compilation modes to choose from,
+            including no compilation.
 
     Raises:
-        ConfigError: the smallest model does not fit, or not exactly one of `seconds` and `tokens`
-            is set.
+        ConfigError: the smallest model does not fit in memory, or `seconds` and `tokens` are both
+            set or both missing.
     """
     if (seconds is None) is (tokens is None):
         raise ConfigError("the budget must be either a time or a number of tokens: set one of them")
@@ -279,7 +285,7 @@ def suggest(
 
 
 def _without_run(config: ModelConfig, seq_len: int) -> Suggestion:
-    """Return a suggestion for a model whose run is not known yet."""
+    """Return a suggestion that contains a model but not yet the length of its run."""
     # Imported here, because it imports torch, and `train TEXTS` must print its first line before
     # torch is loaded.
     from firstlight.models.accounting import count_parameters, meta_model, train_flops_per_token
@@ -310,8 +316,8 @@ def _with_run(
     seq_len: int,
     modes: Sequence[Compiling],
 ) -> Suggestion:
-    """Return the suggestion for a model, with its batch size, number of steps and duration filled
-    in."""
+    """Return the suggestion for a model, including the batch size, number of steps and duration of
+    the run."""
 
     def rate_of(batch: float, mode: Compiling) -> float:
         found = rate(model, batch, mode)
@@ -364,19 +370,20 @@ _PROPORTIONAL_SIZES = (
 
 
 def model_ladder(model: ModelConfig, *, cuts: int = 1) -> Iterator[ModelConfig]:
-    """Yield models of the same family in different sizes, smallest first.
+    """Yield variants of a model in different sizes, smallest first.
 
-    All other keys keep the model's values: head dimension, tied or untied head, numbers of experts,
-    and context length. MLP and expert sizes stay proportional to the width, and the number of
-    key-value heads stays proportional to the number of heads.
+    The variants belong to the same model family. The sizes of MLPs and experts are proportional to
+    the width, and the number of key-value heads is proportional to the number of heads. All other
+    keys keep their values, such as the head dimension, the number of experts, the context length,
+    and whether the head is tied.
 
     Args:
-        cuts: number of processes that must share the key-value heads evenly. The number of
-            key-value heads is rounded to the nearest number that these processes can share. If
-            there is no such number, this requirement is ignored.
+        cuts: number of processes among which the key-value heads must be divided evenly. The number
+            of key-value heads is rounded to the nearest number that can be divided evenly. If there
+            is no such number, this requirement is ignored.
 
     Raises:
-        ConfigError: the family does not support any of these sizes with the model's other keys.
+        ConfigError: no variant is valid together with the other keys of the model.
     """
     ladder: dict[tuple[int, int], ModelConfig] = {}
     problem = ""
@@ -395,8 +402,8 @@ def model_ladder(model: ModelConfig, *, cuts: int = 1) -> Iterator[ModelConfig]:
 
 
 def _resized(model: ModelConfig, hidden: int, layers: int, cuts: int) -> ModelConfig:
-    """Return the model with about this width and exactly this number of layers. For the other
-    arguments, see `model_ladder`.
+    """Return a variant of the model with approximately this width and exactly this number of
+    layers. For the other arguments, see `model_ladder`.
 
     Raises:
         ValidationError: the model's other keys are invalid with these sizes.
@@ -434,7 +441,8 @@ def _resized(model: ModelConfig, hidden: int, layers: int, cuts: int) -> ModelCo
         each = values["linear_num_value_heads"] // keys
         changes["linear_num_value_heads"] = each * changes["linear_num_key_heads"]
     for key in ("layer_types", "no_rope_layers"):
-        # Lists with one entry per layer usually repeat a pattern.
+        # Lists with one entry per layer are extended by repetition, because they usually repeat a
+        # pattern.
         listed = values.get(key)
         changes[key] = listed and [listed[i % depth] for i in range(layers)]
     known = {key: value for key, value in changes.items() if key in values}

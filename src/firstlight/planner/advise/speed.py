@@ -1,4 +1,5 @@
-"""Measure the training speed of new models on this machine, or predict it for another machine."""
+"""Measure the training speed of new models on this machine, or predict the speed for a different
+machine."""
 
 from __future__ import annotations
 
@@ -19,29 +20,29 @@ from firstlight.planner.plan.machine import Machine, resolve_for
 from firstlight.planner.speed.throughput import time_step
 from firstlight.recipe import Recipe, ResolvedRecipe, parse_recipe
 
-#: _TIMED_SHAPES contains the (hidden_size, num_hidden_layers) of the models whose speed is
-#: measured, by kind of device, and _PREDICTED_SHAPES those of the models whose speed is predicted.
-#: _VOCABULARY is the vocabulary size of all these models.
+#: Both dictionaries contain the (hidden_size, num_hidden_layers) of models by kind of device. The
+#: speed of the models in _TIMED_SHAPES is measured, and the speed of the models in
+#: _PREDICTED_SHAPES is predicted. _VOCABULARY is the vocabulary size of all these models.
 _TIMED_SHAPES = {"cpu": ((128, 4), (320, 6)), "cuda": ((192, 4), (768, 12))}
 _PREDICTED_SHAPES = ((192, 4), (512, 8), (1024, 16))
 _VOCABULARY = 4096
 #: Tokens per measured step on a CPU. With half as many tokens, the time per token is up to 1.4
-#: times as long, because the update takes a larger share of the step.
+#: times as long, because the optimizer's update takes a larger share of the step.
 _TIMED_TOKENS = defaults.BATCH_TOKENS
-#: (minimum free bytes of a GPU, tokens of a measured step). In bf16, a step of 32,768 tokens with
-#: the larger model takes 22 GiB, and a step of 8,192 tokens takes 7 GiB. Other precisions take up
-#: to twice as much memory.
+#: Pairs (minimum free memory of a GPU in bytes, tokens in a measured step). In bf16, a step of
+#: 32,768 tokens with the larger of the two models takes 22 GiB, and a step of 8,192 tokens takes 7
+#: GiB. Other precisions take up to twice as much memory.
 _TOKENS_OF_MEMORY = ((48 << 30, 32_768), (16 << 30, 8192), (6 << 30, 2048))
-#: Where a speed comes from, as shown to the user.
+#: Descriptions of where a speed estimate comes from, as shown to the user.
 MEASURED, PREDICTED = "measured here", "predicted by the planner"
 
 
 def new_model_speed(machine: Machine) -> MachineFacts:
-    """Return the training speed of new models, either timed on this machine or predicted for
-    another machine.
+    """Return the training speed of new models, either measured on this machine or predicted for a
+    different machine.
 
     Raises:
-        ConfigError: the GPU's speed is not known.
+        ConfigError: the speed of the GPU is unknown.
     """
     kind = machine.target.kind
     timed_tokens = _timed_tokens(machine)
@@ -49,7 +50,7 @@ def new_model_speed(machine: Machine) -> MachineFacts:
     try:
         known = _speeds(machine, timed_tokens) if timed_tokens else _predicted_speeds(machine)
     except RuntimeError as error:
-        # Another program has taken GPU memory since the free memory was checked.
+        # Another program has allocated GPU memory since the free memory was checked.
         if kind != "cuda" or not is_out_of_memory(error):
             raise
         if machine.gpu is None:
@@ -62,9 +63,9 @@ def new_model_speed(machine: Machine) -> MachineFacts:
         gc.collect()
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
-    # Because of kernel launches or noise, the measured rate of a smaller model can be lower than
-    # that of a larger model. The smaller model then gets the larger model's rate, because
-    # `MachineFacts` requires rates that do not increase with size.
+    # Because of kernel launches or noise, the measured rate of a small model can be lower than the
+    # rate of a larger model. The small model then gets the rate of the larger model, because
+    # `MachineFacts` requires rates that do not increase with the size of the model.
     rates, steps = known
     rates = [
         (flops, max(rate, *(r for _, r in rates[i:]))) for i, (flops, rate) in enumerate(rates)
@@ -91,7 +92,7 @@ def _predicted_speeds(
 def _speeds(
     machine: Machine, timed_tokens: int
 ) -> tuple[list[tuple[float, float]], list[tuple[float, float]]]:
-    """Return the training speed of several models on a machine.
+    """Return the training speed of several models on a machine, either measured or predicted.
 
     Args:
         timed_tokens: tokens per measured step; 0 to predict the speed.
@@ -117,9 +118,9 @@ def _speeds(
 
 
 def _timed_tokens(machine: Machine) -> int:
-    """Return the number of tokens to use in a measured step with many tokens. Return 0 if the speed
-    can't be measured, because the machine is not this one, the device is an Apple GPU, or the GPU
-    has too little free memory."""
+    """Return the number of tokens for measured steps with many tokens. Return 0 if the speed can't
+    be measured. This is the case if the plan is for a different machine, if the device is an Apple
+    GPU, or if the GPU has too little free memory."""
     kind = machine.target.kind
     if not machine.is_here or kind not in _TIMED_SHAPES:
         return 0
@@ -130,8 +131,8 @@ def _timed_tokens(machine: Machine) -> int:
 
 
 def _speed_recipe(shape: ModelSize, tokens: int) -> Recipe:
-    """Return a recipe of a new model with the usual layout, for measuring its speed in steps of one
-    micro-batch of `tokens` tokens."""
+    """Return a recipe for measuring the speed of a new model with the usual layout. Each step has
+    one micro-batch with `tokens` tokens."""
     values: dict[str, Any] = {
         "data": {"dir": "unused", "seq_len": shape.seq_len},
         "batch": {"micro_batch_size": tokens // shape.seq_len},

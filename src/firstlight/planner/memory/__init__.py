@@ -1,2 +1,2 @@
-"""Predict the memory of a training step, an evaluation or a generation from a trace, without
-allocating that memory."""
+"""Predict the memory use of a training step, an evaluation or text generation from a trace, without
+allocating this memory."""

@@ -1,9 +1,10 @@
-"""The operators that a trace counts, and the memory that the target's kernels allocate for them.
+"""Describe the operators in a trace, and compute the memory that kernels on the target device
+allocate for them.
 
-A trace on fake CPU tensors records shapes, but not the memory that a kernel allocates internally
-(`workspace_bytes`). Each kernel that allocates memory has a separate function with a test.
-`program.py` models the GPU kernels with which autograd saves different tensors than it does on a
-CPU.
+A trace on fake CPU tensors records the shapes of tensors, but not the memory that a kernel
+allocates internally. This memory is computed by `workspace_bytes`, which calls a separate, tested
+function for each kernel that allocates memory. With some GPU kernels, autograd also saves different
+tensors than on a CPU; these kernels are modelled in `program.py`.
 """
 
 from __future__ import annotations
@@ -23,17 +24,18 @@ from firstlight.models.moe import ROWS_OF_BLOCKS
 _aten: Any = torch.ops.aten
 _firstlight: Any = torch.ops.firstlight
 
-#: (shape, dtype) of a tensor, as stored in an `Operator`.
+#: The shape and dtype of a tensor, as stored in an `Operator`.
 Layout = tuple[tuple[int, ...], torch.dtype]
 
-#: Number of lists in the inputs of each operator on tensor lists. The inputs of a call are its
-#: lists, concatenated. All lists of a call have the same length.
+#: Number of tensor lists that each operator on tensor lists takes. `Operator.inputs` contains the
+#: concatenated lists of a call, which all have the same length.
 LISTS = {"_fused_adamw_": 5, "_foreach_mul_": 1, "_foreach_add_": 1, "_foreach_copy_": 2}
 
 
 @dataclass(frozen=True)
 class Operator:
-    """A kind of operator call. Calls with equal attributes share one `Operator`.
+    """An operator and the shapes with which it is called. Calls with equal attributes share one
+    `Operator`.
 
     Attributes:
         name: torch's name, such as "aten.mm.default".
@@ -61,7 +63,7 @@ class Operator:
 
 @dataclass(frozen=True)
 class OperatorCount:
-    """Number of identical calls of an operator, used as input for the speed model.
+    """An operator and its number of identical calls, from which the speed is predicted.
 
     Attributes:
         operator: the operator with its shapes and phase.
@@ -89,28 +91,30 @@ def _products(query: Tensor, key: Tensor) -> int:
 
 
 def _blockwise_flops(query: Tensor, key: Tensor) -> int:
-    """Return the FLOPs of one of the two products of blockwise attention. Each block of queries
-    attends to the keys up to the position of its last query."""
+    """Return the FLOPs of one of the two matrix products of blockwise attention. Each block of
+    queries attends to the keys up to the position of the block's last query."""
     batch, heads, new, size = query.shape
     scores = sum((end - start) * seen for start, end, seen in blocks_of(new, key.shape[2]))
     return 2 * batch * heads * size * scores
 
 
 _FUSED = ("flash_attention_for_cpu", "flash_attention", "efficient_attention", "cudnn_attention")
-#: FLOPs of operators that torch's counter omits or, in torch 2.11, rejects with grouped heads. As
-#: in torch's counter, all scores of fused attention are counted, even with a causal mask.
+#: Functions that return the FLOPs of operators that torch's FLOP counter does not support. The
+#: counter omits some operators and, in torch 2.11, rejects others with grouped heads. As in torch's
+#: counter, all scores of fused attention are counted, even with a causal mask.
 _MORE_FLOPS: dict[Any, Callable[..., int]] = {
     **dict.fromkeys(
         (getattr(_aten, f"_scaled_dot_product_{name}") for name in _FUSED),
         lambda q, k, v, *_: _products(q, k) * (k.shape[3] + v.shape[3]),
     ),
-    # There are five products: one recomputes the scores, and four compute the gradients of the
-    # factors of the forward pass's two products.
+    # There are five products. One recomputes the scores. The forward pass has two products, and the
+    # other four products compute the gradients of their factors.
     **dict.fromkeys(
         (getattr(_aten, f"_scaled_dot_product_{name}_backward") for name in _FUSED),
         lambda _, q, k, v, *__: _products(q, k) * (3 * k.shape[3] + 2 * v.shape[3]),
     ),
-    # Each row is multiplied by the weight of its expert; all weights are [experts, out, in].
+    # Each row is multiplied by the weight of its expert. The weights of all experts have the shape
+    # [experts, out, in].
     _firstlight.grouped_linear: lambda x, w, *_: 2 * len(x) * w.shape[1] * w.shape[2],
     _firstlight.grouped_linear_backward: lambda g, _, w, *__: 4 * len(g) * w.shape[1] * w.shape[2],
     _firstlight.blockwise_attention: lambda q, k, *_: 2 * _blockwise_flops(q, k),
@@ -119,7 +123,8 @@ _MORE_FLOPS: dict[Any, Callable[..., int]] = {
 
 
 def flops_of(func: Any, args: tuple[Any, ...], kwargs: Any, result: Any) -> int:
-    """Return the FLOPs of a call's matrix products and attention, or 0 for other operators."""
+    """Return the number of FLOPs of a call. It is 0 for operators other than matrix products and
+    attention."""
     packet = getattr(func, "_overloadpacket", None)
     if packet in _MORE_FLOPS:
         return _MORE_FLOPS[packet](*args)
@@ -139,13 +144,13 @@ class Target:
         kind: "cpu" or "cuda".
         name: name of the device.
         context_bytes: bytes that a process uses on the device before it creates a tensor.
-        library_bytes: bytes that libraries allocate once through torch's allocator (the cuBLAS
-            workspace).
+        library_bytes: bytes that libraries allocate once through torch's allocator. This is the
+            size of the cuBLAS workspace.
         capability: CUDA compute capability.
-        threads: number of torch threads on a CPU; some kernels allocate a buffer per thread.
-        tile_dtypes: dtypes that a CPU multiplies in tiles (AMX); kernels for tiles need more
-            memory.
-        torch_version: (major, minor) of the modelled torch version; older versions are used to
+        threads: number of torch threads on a CPU. Some kernels allocate one buffer per thread.
+        tile_dtypes: dtypes for which a CPU has tile instructions (AMX). The kernels that use these
+            instructions need more memory.
+        torch_version: modelled version of torch, as (major, minor). Older versions are used to
             reproduce published figures.
     """
 
@@ -178,8 +183,8 @@ def cuda_target(
 
     Args:
         name, capability, torch_version: attributes of the target; see `Target`.
-        context_bytes: bytes that a process uses on the device before it creates a tensor; None for
-            500 MiB, about the size observed with torch 2 and CUDA 12.
+        context_bytes: bytes that a process uses on the device before it creates a tensor. None for
+            500 MiB, which is approximately the size with torch 2 and CUDA 12.
     """
     context = 500 * 2**20 if context_bytes is None else context_bytes
     # Size of the cuBLAS workspace of each handle in torch's CUDABlas.cpp: 32 MiB on Hopper and
@@ -191,15 +196,16 @@ def cuda_target(
 
 
 def workspace_bytes(operator: Operator, target: Target) -> int:
-    """Return the peak bytes that an operator's kernel allocates internally through torch's
-    allocator."""
+    """Return the peak number of bytes that the kernel of an operator allocates internally through
+    torch's allocator."""
     name = operator.base_name
     if name in ("blockwise_attention", "blockwise_attention_backward"):
         return blockwise_bytes(operator)
-    # Assumption: CUDA kernels allocate nothing except the cuBLAS workspace (`library_bytes`).
+    # Assumption: CUDA kernels allocate only the cuBLAS workspace, which is counted in
+    # `library_bytes`.
     if target.kind == "cuda":
         return 0
-    # Assumption: other CPU kernels allocate nothing except converted operands.
+    # Assumption: all other CPU kernels allocate memory only for converted operands.
     kernel = _CPU_KERNELS.get(name)
     if kernel is not None:
         return kernel(operator, target)
@@ -207,15 +213,17 @@ def workspace_bytes(operator: Operator, target: Target) -> int:
 
 
 def blockwise_bytes(operator: Operator) -> int:
-    """Return the bytes that `models.blockwise` allocates for the heads that it computes together.
+    """Return the number of bytes that `models.blockwise` allocates for the heads that it computes
+    at the same time.
 
-    These are contiguous copies of the queries, keys and values. In the backward pass, it also
+    It allocates contiguous copies of the queries, keys and values. In the backward pass, it also
     allocates the gradients of these tensors and of the result.
 
     Queries are also stored in fp32. Keys are also stored in fp32 if the inputs are in half
     precision or the values have a different head dimension. For each block of queries, the scores
-    are stored twice in fp32. In the backward pass, the block may instead need three tensors of the
-    same shape for weights and gradients, in the inputs' dtype.
+    are stored twice in fp32. In the backward pass, three tensors of the same shape are stored for
+    weights and gradients, in the dtype of the inputs. They are not in memory at the same time as
+    the two fp32 tensors, so only the larger amount is counted.
     """
     is_backward = operator.base_name.endswith("backward")
     queries, keys, values = operator.inputs[1:4] if is_backward else operator.inputs[:3]
@@ -235,7 +243,7 @@ def blockwise_bytes(operator: Operator) -> int:
     columns = ((end - start) * (seen + has_sinks) for start, end, seen in blocks_of(new, total))
     scores = own * max(columns)
     block = min(QUERIES, new)
-    # Queries of grouped heads and their gradients are copied.
+    # With grouped heads, the queries and their gradients are copied.
     gathered = own * size * block if heads > kept and new > block else 0
     making = 2 * wide * scores + wide * gathered
     if is_backward:
@@ -249,10 +257,10 @@ def blockwise_bytes(operator: Operator) -> int:
 def attention_bytes(operator: Operator, target: Target) -> int:
     """Return the bytes that torch's flash attention for CPUs allocates.
 
-    Each thread allocates a block of scores, the block's sums and its result in fp32. In half
-    precision, it also allocates the rounded scores. If the kernel uses tiles, all keys and values
-    are packed (keys in pairs of columns, values in pairs of rows), and each thread also allocates a
-    transposed block.
+    Each thread allocates a block of scores, the sums of the block and the result of the block, all
+    in fp32. In half precision, it also allocates the rounded scores. If the kernel uses AMX tiles,
+    it packs all keys in pairs of columns and all values in pairs of rows, and each thread also
+    allocates a transposed block.
     """
     (batch, heads, length, head), dtype = operator.inputs[0]
     _, kept, total, _ = operator.inputs[1][0]
@@ -260,7 +268,8 @@ def attention_bytes(operator: Operator, target: Target) -> int:
     size = 4 * queries * (keys + 2 + head)
     if dtype.itemsize == 4:
         return target.threads * size
-    # The kernel packs only if each thread has enough products to make packing worthwhile.
+    # The kernel packs keys and values only if each thread computes enough products to make packing
+    # worthwhile.
     shortest, products = (64, 4) if dtype == torch.bfloat16 else (16, 1)
     turns = (batch * heads * -(-length // queries) + target.threads - 1) // target.threads
     is_packed = dtype in target.tile_dtypes and min(length, total) >= shortest
@@ -268,7 +277,7 @@ def attention_bytes(operator: Operator, target: Target) -> int:
         return target.threads * (size + dtype.itemsize * queries * keys)
     padded = queries * (head + 1) if head % 2 else 0
     own = queries * _even(keys) + keys * head + padded
-    # Rows or columns are packed in pairs, so odd sizes are padded by one.
+    # Rows or columns are packed in pairs, so odd sizes are rounded up to the next even number.
     packed = batch * kept * (_even(head) * total + head * _even(total))
     return target.threads * (size + dtype.itemsize * own) + dtype.itemsize * packed
 
@@ -277,8 +286,8 @@ def attention_backward_bytes(operator: Operator, target: Target) -> int:
     """Return the bytes that the backward pass of torch's flash attention for CPUs allocates.
 
     Each thread allocates a block of scores and a block of their gradients. If the incoming gradient
-    is copied into a different layout, the copy is also counted. In half precision, the rounded
-    blocks and oneDNN's copies are counted too; the size of oneDNN's copies is approximate.
+    must be copied into a different layout, the copy is also counted. In half precision, the result
+    also includes the rounded blocks and the copies made by oneDNN, whose size is approximate.
     """
     (_, dtype), (shape, _), (keys, _) = operator.inputs[:3]
     queries = _query_block(shape[2])
@@ -322,7 +331,8 @@ def product_bytes(operator: Operator, target: Target) -> int:
     200 KiB for the copies, or about 1 MiB if the first factor is transposed. In fp16, it needs
     about 1.5 MiB.
     """
-    # addmm has a bias before the factors; `out` variants have their result after them.
+    # addmm takes a bias before the two factors. `out` variants take the result after the two
+    # factors.
     first = 1 if "addmm" in operator.name else 0
     ((*_, rows, inner), dtype), ((*_, columns), _) = operator.inputs[first : first + 2]
     if dtype.itemsize >= 4:
@@ -347,10 +357,10 @@ def _laid_out_in_tiles_bytes(sizes: tuple[int, int, int], transposed: bool, thre
     measurements with one and two threads.
 
     Each thread copies its part of the second factor into a different layout. If the first factor is
-    transposed, it also copies its part of that factor. If a long inner dimension is split, partial
-    sums are stored in fp32.
+    transposed, the thread also copies its part of the first factor. If the inner dimension is long
+    and therefore split, partial sums are stored in fp32.
     """
-    # Sizes below 32 are padded.
+    # Sizes below 32 are padded to 32.
     rows, inner, columns = (max(size, 32) for size in sizes)
     if transposed:
         tall = min(-(-rows // 64) * 64, 256)
@@ -371,11 +381,11 @@ _LAID_OUT_AT_ONCE = 2 * 768 * 768
 
 
 def experts_bytes(operator: Operator, target: Target) -> int:
-    """Return the bytes that the grouped products of `models.moe` allocate on a CPU in bf16.
+    """Return the bytes that the grouped matrix products in `models.moe` allocate on a CPU in bf16.
 
-    The result of one expert's rows (in the backward pass, a gradient) is stored before it is copied
-    into the full result. oneDNN's copies of the factors are also counted. The calculation assumes
-    an expert with twice the mean number of rows.
+    The result for the rows of one expert is stored separately and then copied into the full result.
+    In the backward pass, this result is a gradient. oneDNN's copies of the factors are also
+    counted. The calculation assumes that one expert processes twice the mean number of rows.
     """
     (shape, dtype) = operator.inputs[0]
     if dtype != torch.bfloat16:
@@ -391,32 +401,33 @@ def experts_bytes(operator: Operator, target: Target) -> int:
 
 
 def softmax_with_masked_rows_bytes(operator: Operator, _: Target) -> int:
-    """Return the bytes that `_safe_softmax` allocates to find rows in which all scores are masked:
-    one byte per score."""
+    """Return the number of bytes that `_safe_softmax` allocates to find rows in which all scores
+    are masked. It allocates one byte per score."""
     return math.prod(operator.inputs[0][0])
 
 
 def eight_bit_update_bytes(operator: Operator, _: Target) -> int:
-    """Return the bytes that the 8-bit update of bitsandbytes allocates on a CPU: both unpacked
-    moments, the scaled gradient, and two tensors for the denominator, all in fp32."""
+    """Return the number of bytes that the 8-bit update of bitsandbytes allocates on a CPU. It
+    allocates five fp32 tensors, of which two are the unpacked moments, one is the scaled gradient
+    and two are for the denominator."""
     return 20 * math.prod(operator.inputs[0][0])
 
 
 def small_update_bytes(operator: Operator, _: Target) -> int:
-    """Return the bytes that the 32-bit update of bitsandbytes allocates on a CPU, for the scaled
-    gradient and the denominator."""
+    """Return the number of bytes that the 32-bit update of bitsandbytes allocates on a CPU for the
+    scaled gradient and the denominator."""
     return 12 * math.prod(operator.inputs[0][0])
 
 
 def counted_booleans_bytes(operator: Operator, _: Target) -> int:
-    """Return the bytes that a sum of booleans allocates, because torch first converts the booleans
-    to int64."""
+    """Return the bytes that a sum of booleans allocates. torch first converts the booleans to
+    int64."""
     shape, dtype = operator.inputs[0]
     return 8 * math.prod(shape) if dtype == torch.bool else 0
 
 
 def promoted_operand_bytes(operator: Operator) -> int:
-    """Return the bytes of converted operands.
+    """Return the bytes that a CPU kernel allocates to convert its operands to a common dtype.
 
     Elementwise CPU kernels require all operands to have the same dtype. Operands of other dtypes,
     except scalars, are therefore first converted to temporary tensors.

@@ -1,4 +1,4 @@
-"""Predict the memory of training steps of any `nn.Module`."""
+"""Predict the memory use of training any `nn.Module`."""
 
 from __future__ import annotations
 
@@ -33,7 +33,8 @@ OPTIMIZERS: dict[str, MakeOptimizer] = {
     "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
 }
 
-#: Substrings in the names of operators whose libraries (oneDNN, cuDNN) allocate memory internally.
+#: Operators whose names contain one of these substrings call oneDNN or cuDNN, which allocate memory
+#: internally.
 _OPAQUE = ("convolution", "rnn", "lstm", "gru")
 
 _DTYPES = {"fp32": None, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -52,28 +53,31 @@ def plan_module(
     max_grad_norm: float = 0.0,
     target: Target | None = None,
 ) -> MemoryPrediction:
-    """Predict the memory of a module's training steps without allocating any tensors.
+    """Predict the memory use of a module's training steps without allocating any tensors.
 
     Args:
-        model: the module, on any device (including meta); it is not changed.
-        batch: arguments of one forward pass; only the shapes and dtypes of the tensors are used.
-        optimizer: name in `OPTIMIZERS`, or function that creates an optimizer from parameters.
-        loss: function from the model's output to the loss; None uses the output's `loss` attribute
-            or its first item.
-        precision: "fp16" and "bf16" use autocast; the parameters keep their dtype.
+        model: the module, which is not changed. It can be on any device, including meta.
+        batch: arguments of one forward pass. Only the shapes and dtypes of tensors are used.
+        optimizer: a name in `OPTIMIZERS`, or a function that creates an optimizer from parameters.
+        loss: function that receives the model's output and returns the loss. If it is None, the
+            loss is the output's `loss` attribute or its first item.
+        precision: "fp32", or "fp16" or "bf16" for autocast. The parameters keep their dtype.
         gradient_accumulation_steps: number of backward passes per optimizer step.
-        activation_checkpointing: True to call the model's `gradient_checkpointing_enable`.
-        zero_grad: "set_to_none" frees gradients after a step; "in_place" keeps them as zeros.
+        activation_checkpointing: True to enable activation checkpointing with the model's
+            `gradient_checkpointing_enable` method.
+        zero_grad: "set_to_none" to free gradients after a step, "in_place" to keep them in memory
+            as zeros.
         max_grad_norm: norm to which gradients are clipped; 0 for no clipping.
-        target: device to predict for; None for this machine's CPU.
+        target: device for which to predict; None for this machine's CPU.
 
     Returns:
         The prediction. It does not include memory that libraries allocate inside convolutions and
         recurrent layers. If the trace contains such operators, `notes` contains a warning.
 
     Raises:
-        ConfigError: an argument is invalid, the model does not return a loss, or it does not have
-            the required `gradient_checkpointing_enable`.
+        ConfigError: an argument is invalid, the model does not return a loss, or
+            `activation_checkpointing` is True but the model does not have a
+            `gradient_checkpointing_enable` method.
     """
     make = _make_optimizer(optimizer)
     _require_valid(precision, gradient_accumulation_steps, zero_grad)
@@ -85,8 +89,8 @@ def plan_module(
         tracer.mark(_tensors(arguments), "activations")
         parameters = _trained_parameters(fake, checkpoints=activation_checkpointing)
         updates = make(parameters)
-        # The first step creates the optimizer's state, which exists from the start of the second
-        # step.
+        # Trace two steps, because the optimizer's state is created in the first step and is in
+        # memory during the entire second step.
         for micro_batches in (1, min(2, gradient_accumulation_steps)):
             second = tracer.tick + 1
             for _ in range(micro_batches):
@@ -145,7 +149,8 @@ def _require_valid(precision: str, gradient_accumulation_steps: int, zero_grad: 
 
 def _opaque_layers(trace: Trace, model: nn.Module) -> Iterator[str]:
     names = {one.name.split(".")[1] for one in trace.operators if one.name.startswith("aten.")}
-    # Recurrent layers may be traced as matrix products, so they are found by their modules.
+    # Recurrent layers can appear as matrix products in a trace, so they are detected by the type of
+    # the module.
     names |= {part.mode.lower() for part in model.modules() if isinstance(part, nn.RNNBase)}
     found = sorted(name for name in names if any(part in name for part in _OPAQUE))
     if found:
@@ -171,11 +176,11 @@ def _autocast(dtype: torch.dtype | None) -> contextlib.AbstractContextManager[ob
 
 
 def _fake_copy(model: nn.Module) -> nn.Module:
-    """Copy a module, with fake tensors in place of its tensors."""
-    # The keys are object ids, so that tied parameters stay tied.
+    """Copy a module, and replace its tensors with fake tensors."""
+    # Fake tensors are keyed by the ids of the original tensors, so that tied parameters stay tied.
     memo: dict[int, Any] = {}
     for module in model.modules():
-        # Modules also store tensors in plain attributes, which deepcopy would copy.
+        # Modules can also store tensors in plain attributes. deepcopy would copy these tensors.
         own = (*module._parameters.values(), *_tensors(vars(module)))
         for value in (*own, *module._buffers.values()):
             if value is not None and id(value) not in memo:

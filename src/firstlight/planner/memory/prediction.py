@@ -1,6 +1,6 @@
-"""Compute the memory in use at each tick of a trace, the peak by part and by phase, and the bytes
-that CUDA's caching allocator reserves. `trace.py` creates the trace, and `recipe.py` predicts the
-memory of a recipe."""
+"""Compute the memory use of a traced program. The results are the memory in use at each tick of the
+trace, the peak by part and by phase, and the bytes that CUDA's caching allocator reserves. Traces
+are created in `trace.py`, and `recipe.py` predicts the memory use of a recipe."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import numpy.typing as npt
 from firstlight.planner.memory.kernels import OperatorCount, Target, workspace_bytes
 from firstlight.planner.memory.trace import ALIVE, Trace
 
-#: Parts of memory, in the order in which tables show them.
+#: Kinds of memory content, called parts, in the order in which tables show them.
 PARTS = (
     "weights",
     "gradients",
@@ -30,7 +30,7 @@ PARTS = (
     "averaged_weights",
 )
 
-#: Phases of the later sections of a backward pass; see `predict`.
+#: Names of the phases for the later sections of a backward pass; see `predict`.
 MIDDLE_BACKWARD, LATE_BACKWARD = "middle of backward", "late backward"
 
 #: Phases that come before a backward pass.
@@ -41,7 +41,7 @@ Ticks = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class PhasePeak:
-    """The memory in use at a phase's peak.
+    """The memory in use at the peak of a phase.
 
     Attributes:
         bytes: allocated bytes.
@@ -57,16 +57,19 @@ class MemoryPrediction:
     """The predicted memory of a run.
 
     Attributes:
-        peak_bytes: peak of the allocated bytes as the allocator counts them: the value of
-            `torch.cuda.max_memory_allocated` or, on a CPU, the tracked peak of real tensors.
+        peak_bytes: peak of the allocated bytes. On a GPU, this is the value of
+            `torch.cuda.max_memory_allocated`. On a CPU, it is the peak of the total size of all
+            tensors.
         phase: phase in which the peak occurs, such as "forward", "loss", "backward" or "optimizer".
         parts: bytes at the peak for each name in `PARTS`.
         phases: the peak of each phase.
-        reserved_bytes: bytes that the allocator holds at its peak, including rounding and
-            fragmentation; equal to `peak_bytes` on a CPU.
-        overhead_bytes: bytes of a GPU's context and libraries, which are outside the allocator.
-        host_bytes: for a GPU, bytes of offloaded tensors in the host's memory.
-        operators: counts for the last optimizer step, evaluation batch or decoding step.
+        reserved_bytes: peak of the bytes that the allocator has reserved, including rounding and
+            fragmentation. On a CPU, this is equal to `peak_bytes`.
+        overhead_bytes: GPU memory of the CUDA context and of libraries, which the allocator does
+            not count.
+        host_bytes: for a GPU, size of the offloaded tensors in host memory, in bytes.
+        operators: operators and their numbers of calls in the last optimizer step, evaluation batch
+            or decoding step.
         notes: assumptions of the prediction, as shown to the user.
     """
 
@@ -82,11 +85,12 @@ class MemoryPrediction:
 
     @property
     def total_bytes(self) -> int:
-        """Bytes that the device's monitoring tool reports: reserved memory and overhead."""
+        """Bytes that the device's monitoring tool reports, which are the reserved memory and the
+        overhead."""
         return self.reserved_bytes + self.overhead_bytes
 
     def to_json(self) -> dict[str, Any]:
-        """Return the prediction as JSON values, without the thousands of operators."""
+        """Return the prediction as JSON values. The thousands of operators are omitted."""
         values = asdict(self)
         values["total_bytes"] = self.total_bytes
         values["notes"] = list(self.notes)
@@ -102,23 +106,25 @@ def predict(
     phases: Sequence[str] | None = None,
     stretches: int = 1,
 ) -> MemoryPrediction:
-    """Predict the memory of a traced run on a target.
+    """Predict the memory use of a traced run on a target device.
 
     Args:
         trace: a finished trace.
         target: device whose kernels and allocator are modelled.
         first_counted_tick: first tick whose operators are counted.
-        phases: phases to consider; None for all.
-        stretches: number of sections into which a backward pass is split, with an equal number of
-            operators in each section. With 2 sections, the second is the `LATE_BACKWARD` phase.
-            With 3 sections, the second is `MIDDLE_BACKWARD` and the third is `LATE_BACKWARD`.
+        phases: names of the phases to consider; None for all phases.
+        stretches: number of sections into which each backward pass is split. All sections have the
+            same number of operators. With 2 sections, the second is a separate phase named
+            `LATE_BACKWARD`. With 3 sections, the second is named `MIDDLE_BACKWARD` and the third
+            `LATE_BACKWARD`.
     """
     timeline = Timeline(trace, target)
     timeline.split_backward(stretches)
     peaks = timeline.phase_peaks()
     peaks = {name: peaks[name] for name in phases or peaks}
     phase = max(peaks, key=lambda name: peaks[name].bytes)
-    # An evaluation's peak does not include storages that the previous training step freed.
+    # The peak of an evaluation does not include storages that were freed in the training step
+    # before it.
     reserved = timeline.reserved_bytes(timeline.first_tick(phases) if phases else 0)
     peak = peaks[phase].bytes
     return MemoryPrediction(
@@ -126,7 +132,7 @@ def predict(
         phase=phase,
         parts=peaks[phase].parts,
         phases=peaks,
-        # The peak includes kernel workspaces, which the allocator model omits.
+        # The peak includes kernel workspaces, which are not part of the allocator model.
         reserved_bytes=max(reserved, peak),
         overhead_bytes=target.context_bytes,
         host_bytes=trace.host_bytes,
@@ -141,15 +147,15 @@ def _counted(trace: Trace, first: int) -> tuple[OperatorCount, ...]:
 
 
 class Timeline:
-    """Bytes in memory at each tick of a trace, by part.
+    """Number of bytes in memory at each tick of a trace, for each part of memory.
 
     Args:
         trace: a finished trace.
         target: the device whose kernels and allocator are modelled.
 
     Attributes:
-        parts: bytes at each tick by part, int64 [ticks].
-        total: bytes of all parts at each tick, int64 [ticks].
+        parts: number of bytes at each tick, as an int64 array of shape [ticks] for each part.
+        total: number of bytes of all parts at each tick, as an int64 array of shape [ticks].
     """
 
     def __init__(self, trace: Trace, target: Target) -> None:
@@ -158,15 +164,15 @@ class Timeline:
         settle_parts(trace)
         changes: dict[str, Ticks] = {}
         for storage in trace.storages:
-            # CUDA's allocator counts rounded blocks; the tracked peak of a CPU counts exact bytes.
+            # CUDA's allocator counts rounded sizes. On a CPU, exact sizes are counted.
             size = storage.size if target.kind == "cpu" else rounded(storage.size)
             change = changes.get(storage.part)
             if change is None:
                 change = changes[storage.part] = np.zeros(self._ticks + 1, np.int64)
             change[min(storage.birth, self._ticks)] += size
             change[min(storage.death + 1, self._ticks)] -= size
-        # Changes are summed once for all ticks; a loop over storages and ticks would take several
-        # seconds.
+        # The changes in size are summed once for all ticks, because a loop over storages and ticks
+        # would take several seconds.
         self.parts = {part: np.cumsum(change[:-1]) for part, change in changes.items()}
         self._add_workspaces()
         self.total: Ticks = sum(self.parts.values(), np.zeros(self._ticks, np.int64))
@@ -200,8 +206,8 @@ class Timeline:
             return
         names = (MIDDLE_BACKWARD, LATE_BACKWARD)[3 - stretches :]
         own = self._names.index("backward")
-        # A pass ends where the next forward pass begins. It may be interrupted by other phases: the
-        # gradients of the loss, and updates within the backward pass.
+        # A backward pass ends where the next forward pass begins. It can contain other phases, such
+        # as the gradients of the loss and parameter updates.
         before = [i for i, name in enumerate(self._names) if name in _BEFORE_BACKWARD]
         ticks = np.flatnonzero(~np.isin(self._phases, before))
         for passed in np.split(ticks, np.flatnonzero(np.diff(ticks) > 1) + 1):
@@ -217,16 +223,16 @@ class Timeline:
         return PhasePeak(sum(found.values()), {k: v for k, v in found.items() if v})
 
     def first_tick(self, phases: Sequence[str]) -> int:
-        """Return the first tick of any of these phases."""
+        """Return the first tick that belongs to any of these phases."""
         wanted = [index for index, name in enumerate(self._names) if name in phases]
         return int(np.argmax(np.isin(self._phases, wanted)))
 
     def reserved_bytes(self, first: int = 0) -> int:
-        """Return the peak of the bytes that the target's allocator holds.
+        """Return the peak of the bytes that the target's allocator reserves.
 
         Args:
-            first: first tick to consider; storages freed earlier are ignored, because the allocator
-                can return their memory.
+            first: first tick to consider. Storages that were freed earlier are ignored, because the
+                allocator can return their memory.
         """
         if self.target.kind == "cpu":
             return int(self.total[first:].max())
@@ -240,11 +246,11 @@ class Timeline:
 
 
 def settle_parts(trace: Trace) -> None:
-    """Set the part of each storage that was not marked.
+    """Assign a part to each storage that was not marked in the trace.
 
     Tensors that a forward pass creates and that outlive it are saved for the backward pass. They
-    are activations, unless the loss function (including the head) created them. The same applies to
-    a recomputed forward pass. All other tensors are temporaries.
+    are activations, except for tensors that are created by the output head or the loss function.
+    The same applies to a recomputed forward pass. All other tensors are temporaries.
     """
     kept, again = (_ends(trace, spans) for spans in (trace.segments, trace.recomputations))
     for storage in trace.storages:
@@ -259,8 +265,8 @@ def settle_parts(trace: Trace) -> None:
 
 
 def _ends(trace: Trace, spans: Sequence[tuple[int, int]]) -> Ticks:
-    """Return the last tick of the span that contains each tick, int64 [ticks]. For ticks outside
-    all spans, return `ALIVE`, which no storage outlives."""
+    """Return an int64 array of shape [ticks] that contains, for each tick, the last tick of the
+    span around it. For ticks outside all spans, the value is `ALIVE`, which no storage outlives."""
     ends = np.full(max(len(trace.calls), 1), ALIVE, np.int64)
     for first, last in spans:
         ends[first : last + 1] = last
@@ -269,9 +275,10 @@ def _ends(trace: Trace, spans: Sequence[tuple[int, int]]) -> Ticks:
 
 # CUDA's caching allocator (c10's CUDACachingAllocator.cpp)
 
-# Sizes are in bytes and are rounded up to multiples of `_ROUND`. Sizes up to `_SMALL` share small
-# segments, and sizes below `_MIDDLE` share medium segments; a larger size gets a separate segment,
-# rounded up to a multiple of `_LARGE_ROUND`.
+# All values are in bytes. The size of each storage is rounded up to a multiple of `_ROUND`.
+# Storages of up to `_SMALL` bytes share small segments, and storages of less than `_MIDDLE` bytes
+# share medium segments. Each larger storage gets a separate segment, whose size is rounded up to a
+# multiple of `_LARGE_ROUND`.
 _MIB = 2**20
 _ROUND = 512
 _SMALL = _MIB
@@ -282,13 +289,14 @@ _LARGE_ROUND = 2 * _MIB
 
 
 def rounded(size: int) -> int:
-    """Return the bytes that the allocator counts for a storage."""
+    """Return the number of bytes that the allocator counts for a storage."""
     return max(-(-size // _ROUND) * _ROUND, _ROUND) if size else 0
 
 
 @dataclass(eq=False)
 class _Block:
-    """Part of a segment, linked to its neighbours `before` and `after`."""
+    """A block of memory within a segment, linked to the neighbouring blocks `before` and
+    `after`."""
 
     size: int
     address: int
@@ -299,11 +307,10 @@ class _Block:
 
 
 class CachingAllocator:
-    """A model of the allocator's blocks and segments. The model does not allocate any memory
-    itself.
+    """Simulates the blocks and segments of CUDA's caching allocator, without allocating any memory.
 
     Attributes:
-        reserved: bytes of all segments, which are never returned to CUDA.
+        reserved: total size of all segments, in bytes. Segments are never returned to CUDA.
     """
 
     def __init__(self) -> None:
@@ -311,10 +318,10 @@ class CachingAllocator:
         self._free: dict[bool, list[tuple[int, int, _Block]]] = {True: [], False: []}
 
     def allocate(self, size: int) -> _Block:
-        """Return a block of at least this number of bytes, and mark it as used."""
+        """Return a block with at least this number of bytes, and mark it as used."""
         size = rounded(size) or _ROUND
         is_small = size <= _SMALL
-        # Best fit: the smallest free block that is large enough.
+        # The smallest free block that is large enough is used (best fit).
         free = self._free[is_small]
         place = bisect.bisect_left(free, (size, -1))
         block = free.pop(place)[2] if place < len(free) else self._segment(size, is_small)
@@ -331,8 +338,8 @@ class CachingAllocator:
     def free(self, block: _Block) -> None:
         """Free a block."""
         block.is_free = True
-        # Free neighbours are merged, because separately they may be too small for the next large
-        # storage.
+        # Neighbouring free blocks are merged, because each of them may be too small for the next
+        # large storage.
         for other in (block.before, block.after):
             if other is not None and other.is_free:
                 free = self._free[other.is_small]
@@ -351,7 +358,8 @@ class CachingAllocator:
             length = _MIDDLE_SEGMENT
         else:
             length = -(-size // _LARGE_ROUND) * _LARGE_ROUND
-        # Blocks are linked only within a segment, because segments are never adjacent.
+        # Blocks are only linked to blocks in the same segment, because segments are not adjacent in
+        # memory.
         block = _Block(length, self.reserved, is_small)
         self.reserved += length
         return block
@@ -364,15 +372,16 @@ def reserved_bytes(lifetimes: Iterable[tuple[int, int, int]]) -> int:
     """Return the peak of the bytes that the allocator reserves.
 
     Args:
-        lifetimes: (bytes, first tick, last tick) of each storage, in order of creation.
+        lifetimes: (bytes, first tick, last tick) of each storage, in the order in which the
+            storages were created.
     """
     allocator = CachingAllocator()
     events: list[tuple[int, int, int, int]] = []
     for number, (size, birth, death) in enumerate(lifetimes):
         if size:
             events += [(birth, 1, number, size), (death + 1, 0, number, size)]
-    # Storages that are freed at a tick (0) come before storages that are allocated at the next tick
-    # (1).
+    # The second value sorts the storages that are freed at the end of a tick (0) before the
+    # storages that are allocated at the next tick (1).
     blocks: dict[int, _Block] = {}
     for _, makes, number, size in sorted(events):
         if makes:

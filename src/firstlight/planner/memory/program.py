@@ -1,10 +1,10 @@
-"""Prepare a recipe and its training step for tracing. Hooks tell the tracer the current phase of a
-running step, and which tensors are weights, gradients and optimizer states. `equivalent` returns
-the recipe that is traced in place of the real one.
+"""Prepare a recipe and its training step for tracing. While the step runs, hooks report to the
+tracer which phase has begun, and which tensors are weights, gradients and optimizer states.
+`equivalent` returns the recipe that is traced in place of the user's recipe.
 
-The step is traced on CPU tensors. Stand-ins replace the kernels of a CUDA GPU, so that autograd
-saves the same tensors for the backward pass as on the GPU. Other stand-ins replace the kernels that
-torch.compile would generate (`kernels_of`, `replaced`).
+The step is traced on CPU tensors. Kernels of a CUDA GPU are replaced by functions with which
+autograd saves the same tensors for the backward pass as on the GPU (`kernels_of`). The kernels that
+torch.compile would generate are also replaced (`replaced`).
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ from firstlight.training.program import TrainingProgram
 
 _aten: Any = torch.ops.aten
 
-#: Functions whose inputs are cast to fp32 by autocast on CUDA, but not on a CPU (AT_FORALL_FP32 in
-#: ATen's autocast_mode.h). The set contains only functions that models and losses use.
+#: Functions whose inputs autocast casts to fp32 on CUDA but not on a CPU (AT_FORALL_FP32 in ATen's
+#: autocast_mode.h). Functions that models and losses do not use are omitted.
 _IN_FP32 = {
     F.layer_norm,
     torch.layer_norm,
@@ -97,7 +97,8 @@ _SOFTMAX = {F.softmax, torch.softmax, Tensor.softmax}
 
 class _SoftmaxKeepingInput(torch.autograd.Function):
     """Softmax as implemented in torch versions before 1.11. It saves the entire input for the
-    backward pass, although only the input's dtype is needed (PyTorch issue 64000)."""
+    backward pass, although the backward pass needs only the dtype of the input (PyTorch issue
+    64000)."""
 
     @staticmethod
     def forward(ctx: Any, function: Any, scores: Tensor, args: Any, kwargs: Any) -> Any:
@@ -113,12 +114,13 @@ class _SoftmaxKeepingInput(torch.autograd.Function):
 
 
 class CudaKernels(TorchFunctionMode):
-    """Function mode in which functions on CPU tensors save the same tensors as on a CUDA GPU.
+    """Function mode in which functions on CPU tensors save the same tensors for the backward pass
+    as they would on a CUDA GPU.
 
     - `scaled_dot_product_attention` uses the first kernel in torch's order that supports the
       inputs: cuDNN's kernel (on Hopper and data-centre Blackwell), flash attention, or the
       memory-efficient kernel. These kernels save the queries, keys, values, output and the
-      log-sum-exp of each query. If none supports the inputs, it uses two matrix products and a
+      log-sum-exp of each query. If no kernel supports the inputs, it uses two matrix products and a
       softmax, which save all scores.
     - `dropout` saves a mask of one byte per element instead of a factor in the element's dtype.
     - Autocast computes norms, softmax and losses in fp32.
@@ -127,21 +129,21 @@ class CudaKernels(TorchFunctionMode):
         target: a CUDA device.
         kernel: name of the attention kernel ("flash", "efficient", "cudnn" or "math"); None for
             torch's choice.
-        expands: True for firstlight's models, which repeat the keys and values of grouped heads if
-            torch's kernels do not support groups (`models.ops`).
+        expands: True for firstlight's own models. If torch's kernels do not support grouped heads,
+            these models repeat the keys and values of each group (`models.ops`).
     """
 
     def __init__(self, target: Target, kernel: str | None = None, *, expands: bool = False) -> None:
         super().__init__()
         self._target, self._kernel = target, kernel
         self._expands = expands
-        # These settings are read here, because reading them in code that torch.compile traces would
-        # break the graph.
+        # These settings are read in advance, because reading them in code that torch.compile traces
+        # would cause a graph break.
         cuda: Any = torch.backends.cuda
         self._has_flash = cuda.flash_sdp_enabled() and target.capability >= (8, 0)
         self._has_efficient = cuda.mem_efficient_sdp_enabled()
-        # As in `check_prefer_cudnn_attention` in torch's sdp_utils.cpp. The wheels of these torch
-        # versions contain cuDNN 9.15 or later.
+        # This condition is taken from `check_prefer_cudnn_attention` in torch's sdp_utils.cpp. The
+        # wheels of these torch versions contain cuDNN 9.15 or later.
         prefers_cudnn = target.capability[0] in (9, 10) and target.torch_version >= (2, 11)
         self._has_cudnn = cuda.cudnn_sdp_enabled() and prefers_cudnn
 
@@ -152,12 +154,12 @@ class CudaKernels(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is F.scaled_dot_product_attention:
             return self._attention(*args, **kwargs)
-        # Per element, a CPU stores a factor in the input's dtype, but CUDA's fused kernel stores
+        # For each element, a CPU saves a factor in the input's dtype, and CUDA's fused kernel saves
         # one byte.
         if func is F.dropout:
             return _dropout(*args, **kwargs)
         if func is Tensor.backward:
-            # Operations that a backward pass recomputes also run as they would on a GPU.
+            # Operations that are recomputed in a backward pass also run as they would on a GPU.
             with self:
                 return _backward(*args, **kwargs)
         if torch.is_autocast_enabled("cpu"):
@@ -203,7 +205,7 @@ class CudaKernels(TorchFunctionMode):
                 query, key, value, dropout_p, is_causal, False, scale=scale
             )
             return found[0]
-        # The kernel saves the log-sum-exp only if a backward pass will need it.
+        # The kernel saves the log-sum-exp only if it is needed for a backward pass.
         learns = torch.is_grad_enabled() and query.requires_grad
         bias = _bias(attn_mask, query, key)
         if kernel == "cudnn":
@@ -218,13 +220,14 @@ class CudaKernels(TorchFunctionMode):
         return found[0]
 
     def _chosen(self, query: Tensor, mask: Tensor | None, dropout: float, *, grouped: bool) -> str:
-        """Return the kernel that torch chooses (sdp_utils.cpp).
+        """Return the attention kernel that torch would choose, as implemented in sdp_utils.cpp.
 
-        cuDNN and flash attention require half precision and compute capability 8.0. cuDNN also
-        requires a head dimension that is a multiple of 8 and at most 128, and a dropout that is a
-        multiple of 1/16. Flash attention does not support masks, and requires a head dimension of
-        at most 256. The memory-efficient kernel requires heads whose size is a multiple of 16
-        bytes. It also requires capability 8.0 for bf16, and torch 2.14 for `enable_gqa`.
+        cuDNN and flash attention require half precision and compute capability 8.0 or higher. cuDNN
+        also requires a head dimension that is a multiple of 8 and at most 128, and a dropout
+        probability that is a multiple of 1/16. Flash attention does not support masks, and requires
+        a head dimension of at most 256. The memory-efficient kernel requires heads whose size is a
+        multiple of 16 bytes. It also requires capability 8.0 or higher for bf16, and torch 2.14 or
+        later for `enable_gqa`.
         """
         half, size = query.dtype in (torch.float16, torch.bfloat16), query.shape[-1]
         capability = self._target.capability
@@ -251,14 +254,15 @@ class CudaKernels(TorchFunctionMode):
 def kernels_of(
     target: Target, kernel: str | None = None, *, expands: bool = True
 ) -> contextlib.AbstractContextManager[object]:
-    """Return `CudaKernels` for a CUDA device, or a context that does nothing for a CPU."""
+    """Return `CudaKernels` for a CUDA device. For a CPU, return a context manager that does
+    nothing."""
     if target.kind != "cuda":
         return contextlib.nullcontext()
     return CudaKernels(target, kernel, expands=expands)
 
 
 def _backward(tensor: Tensor, gradient: Tensor | None = None, **_: Any) -> None:
-    # `Tensor.backward` and `torch.autograd.backward` call this function, which no mode intercepts.
+    # `Tensor.backward` and `torch.autograd.backward` call this function. Modes do not intercept it.
     start = torch.ones_like(tensor) if gradient is None else gradient
     _engine_run_backward(
         (tensor,), (start,), False, False, (), allow_unreachable=True, accumulate_grad=True
@@ -290,11 +294,11 @@ def _math_attention(
 
 
 def _bias(mask: Tensor | None, query: Tensor, key: Tensor) -> Tensor | None:
-    """Return the mask as values that are added to the scores, [..., T, S]."""
+    """Return the attention mask as values that are added to the scores, of shape [..., T, S]."""
     if mask is None:
         return None
-    # The kernel requires a bias in the queries' dtype. Only the size of the bias matters, not its
-    # values.
+    # The kernel requires a bias in the dtype of the queries. Only the size of the bias matters
+    # here, so its values are arbitrary.
     bias = query.new_zeros(mask.shape).masked_fill_(mask, 0) if mask.dtype == torch.bool else mask
     return bias.expand(*query.shape[:-1], key.shape[-2])
 
@@ -302,7 +306,7 @@ def _bias(mask: Tensor | None, query: Tensor, key: Tensor) -> Tensor | None:
 def _dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
     if not training or p == 0:
         return input
-    # native_dropout stores a mask of one byte per element, as CUDA's fused kernel does.
+    # Like CUDA's fused kernel, native_dropout stores a mask with one byte per element.
     dropped: Callable[..., tuple[Tensor, Tensor]] = torch.native_dropout
     return dropped(input, p, True)[0]
 
@@ -317,9 +321,8 @@ def _widened(value: Any, half: torch.dtype) -> Any:
 
 @contextlib.contextmanager
 def stubbed_compiler() -> Iterator[None]:
-    """Make torch.compile generate CPU code inside the context. The code allocates memory through
-    torch's operators, but its kernels do nothing. Compiled functions are discarded on entry and
-    exit."""
+    """Inside the context, torch.compile generates CPU code that allocates memory through torch's
+    operators but whose kernels do nothing. Compiled functions are discarded on entry and exit."""
     with quiet_import():
         import torch._functorch.config as functorch_config
         import torch._inductor.async_compile as async_compile
@@ -332,17 +335,18 @@ def stubbed_compiler() -> Iterator[None]:
     torch._dynamo.reset()
     PyCodeCache.cache_clear()
     options = {"size_asserts": False, "fx_graph_cache": False, "compile_threads": 1}
-    # A garbage collection would take 0.1 to 0.2 s, and fake tensors have no memory to free.
+    # A garbage collection would take 0.1 to 0.2 s and would not free any memory, because the
+    # tensors are fake.
     quickly = torch._dynamo.config.patch(run_gc_after_compile=False)
     with (
         replaced(guards, "_empty_strided_cpu", _empty_strided),
         replaced(guards, "_reinterpret_tensor", _reinterpret),
-        # Memory is allocated by the code around the kernels, so the kernels need not be compiled.
+        # Kernels need not be compiled, because the code around them allocates the memory.
         replaced(async_compile.AsyncCompile, "cpp_pybinding", lambda *_, **__: _nothing),
         # Otherwise, inductor would start the C++ compiler to detect the machine's vector
         # instructions.
         replaced(vector_units, "valid_vec_isa_list", list),
-        # Readable code is only needed for logs and caches, which are discarded.
+        # Readable code is only needed for logs and caches, which are discarded in any case.
         replaced(torch.fx.GraphModule, "print_readable", lambda *_, **__: ""),
         config.patch(options),
         quickly,
@@ -357,7 +361,8 @@ def stubbed_compiler() -> Iterator[None]:
 
 @dataclass
 class Graphs:
-    """Setting that determines whether a compiled step runs as graphs or as inductor's code.
+    """Determines whether a compiled step runs as graphs or as the code that inductor generated from
+    these graphs.
 
     Attributes:
         runs: True if the graphs of the forward and backward pass run operator by operator, as they
@@ -369,11 +374,11 @@ class Graphs:
 
 @contextlib.contextmanager
 def graphs_kept(*, fuses: bool) -> Iterator[Graphs]:
-    """Store the graphs of code that is compiled in the context, so that they can run instead of the
-    compiled code.
+    """Store the graphs of all code that is compiled in the context. The graphs can then run instead
+    of the compiled code.
 
-    The graphs already determine which tensors are saved for the backward pass, so each layer of a
-    model adds the same memory with the graphs as with inductor's code.
+    The tensors that are saved for the backward pass are the same in the graphs and in inductor's
+    code. Each layer of a model therefore adds the same amount of memory in both cases.
 
     Args:
         fuses: True to also compile the graphs with inductor; False to only run the graphs.
@@ -395,7 +400,7 @@ def graphs_kept(*, fuses: bool) -> Iterator[Graphs]:
         def run(arguments: list[Any]) -> Any:
             return (plain if chosen.runs else fused)(arguments)
 
-        # The callee empties the list of arguments, so that these tensors can be freed early.
+        # The called function empties the list of arguments, so that the tensors can be freed early.
         run._boxed_call = True  # type: ignore[attr-defined]
         return run
 
@@ -412,8 +417,8 @@ def _copied(module: torch.fx.GraphModule) -> torch.fx.GraphModule:
 @contextlib.contextmanager
 def without_garbage_collection() -> Iterator[None]:
     """Disable Python's cyclic garbage collector in the context. The collector would take a tenth of
-    the total time, because the compiler has millions of live objects. The lifetimes of storages in
-    a trace would also depend on when the collector runs."""
+    the total time, because the compiler creates millions of objects. In addition, the lifetimes of
+    storages in a trace would depend on when the collector runs."""
     was_on = gc.isenabled()
     gc.disable()
     try:
@@ -450,16 +455,17 @@ def _nothing(*_: object) -> None:
 
 @contextlib.contextmanager
 def fake_tensors() -> Iterator[None]:
-    """Create all tensors without memory inside the context. See also `tables_put_back`."""
-    # Real tensors, such as tables that a library created earlier, may be used inside.
+    """Create all tensors as fake tensors, which have no memory, inside the context. See also
+    `tables_put_back`."""
+    # Real tensors are allowed in the context, for example tables that a library created earlier.
     with tables_put_back(), FakeTensorMode(allow_non_fake_inputs=True):
         yield
 
 
 @contextlib.contextmanager
 def tables_put_back() -> Iterator[None]:
-    """On exit, discard the tables that bitsandbytes created in the context, because tables of fake
-    tensors can't be used later."""
+    """On exit, discard the tables that bitsandbytes created in the context. They are fake tensors
+    and can't be used later."""
     library = sys.modules.get("bitsandbytes.functional")
     kept = None if library is None else dict(library.name2qmap)
     try:
@@ -482,8 +488,8 @@ def mark_weights(model: nn.Module, tracer: Tracer) -> None:
 
 @contextlib.contextmanager
 def optimizer_phases(tracer: Tracer) -> Iterator[None]:
-    """Trace the step of every torch optimizer inside the context as the "optimizer" phase, and mark
-    the optimizer's gradients and states."""
+    """Inside the context, trace the steps of all torch optimizers as the "optimizer" phase, and
+    mark their gradients and states."""
     before = ["setup"]
 
     def enter(optimizer: torch.optim.Optimizer, *_: Any) -> None:
@@ -507,7 +513,7 @@ def optimizer_phases(tracer: Tracer) -> Iterator[None]:
 
 
 def parameters_of(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
-    """Yield all of an optimizer's parameters."""
+    """Yield all parameters of an optimizer."""
     for group in optimizer.param_groups:
         yield from group["params"]
 
@@ -544,8 +550,8 @@ def marked_loss(head_loss: Callable[..., Tensor], tracer: Tracer) -> Callable[..
 
 
 def marked_log_probs(tracer: Tracer) -> Callable[..., Tensor]:
-    """Return `training.preference.answer_log_probs` with marked phases. With preference pairs, this
-    function is used in place of the head's loss."""
+    """Return `training.preference.answer_log_probs` with its forward and backward pass marked as
+    phases. For preference pairs, this function is used in place of the head's loss."""
     marked = marked_loss(answer_log_probs, tracer)
 
     def log_probs(logits_BTV: Tensor, *args: Any) -> Tensor:
@@ -556,8 +562,8 @@ def marked_log_probs(tracer: Tracer) -> Callable[..., Tensor]:
 
 
 def watch_program(program: TrainingProgram, tracer: Tracer) -> None:
-    """Report a program's tensors and the phases of its steps to the tracer. The program's optimizer
-    and loss function are replaced."""
+    """Replace a program's optimizer and loss function with wrappers that report the program's
+    tensors and phases to the tracer."""
     loss_sum = program.loss_sum
     program.optimizer = cast(Optimizer, _TracedOptimizer(program, tracer))
 
@@ -571,8 +577,8 @@ def watch_program(program: TrainingProgram, tracer: Tracer) -> None:
 
 
 class _TracedOptimizer:
-    """Wrapper of a program's optimizer that marks gradients, master weights and the "clipping"
-    phase."""
+    """Wrapper around the optimizer of a program. It marks gradients, master weights and the
+    "clipping" phase."""
 
     def __init__(self, program: TrainingProgram, tracer: Tracer) -> None:
         self._optimizer, self._tracer = program.optimizer, tracer
@@ -586,8 +592,8 @@ class _TracedOptimizer:
         return getattr(self._optimizer, name)
 
     def accumulate(self) -> None:
-        """Replace the gradients of the weights with gradients of the master weights, and mark both;
-        see `Optimizer.accumulate`."""
+        """Replace the gradients of the weights with the gradients of the master weights, and mark
+        the gradients before and after; see `Optimizer.accumulate`."""
         self._tracer.mark((p.grad for p in self._weights), "gradients")
         self._optimizer.accumulate()
         self._tracer.mark((m.grad for m in self._masters), "gradients")
@@ -607,13 +613,13 @@ def host_activations(
 ) -> LossFunction:
     """Apply `methods.memory.offloaded_activations` to fake tensors.
 
-    For a GPU, the activations of the forward pass are counted as host memory, except those whose
-    copies run in parallel with the computation. On a CPU, each offloaded activation is a copy in
+    For a GPU, offloaded activations are counted as host memory, except for those that are still
+    being copied while the computation continues. On a CPU, each offloaded activation is a copy in
     the same memory.
     """
     weights = {id(t.untyped_storage()) for t in (*model.parameters(), *model.buffers())}
-    # Keep these storages alive while ids are compared; otherwise another storage could get the same
-    # id.
+    # Keep these storages alive while ids are compared. Otherwise, a new storage could get the id of
+    # a deleted one.
     kept = [p.untyped_storage() for p in (*model.parameters(), *model.buffers())]
     leaving: deque[Tensor] = deque(maxlen=COPIES_BESIDE)
     last: Callable[[], _Offloaded | None] | None = None
@@ -660,7 +666,8 @@ def host_activations(
 
 @dataclass(eq=False)
 class _Offloaded:
-    """A tensor in the host's memory, or its copy on a CPU. See `methods.memory._Activation`."""
+    """An offloaded activation, which is a tensor in host memory or, on a CPU, a copy of the tensor.
+    See `methods.memory._Activation`."""
 
     copy: Tensor | None
     shape: tuple[int, ...] = ()
@@ -670,21 +677,22 @@ class _Offloaded:
     on_device: Tensor | None = None
 
 
-#: Hardware of the traced program: a CPU with 1 PiB of memory and bf16 support.
+#: Hardware that is assumed for the traced program, a CPU with 1 PiB of memory and bf16 support.
 PLANNED = Hardware(torch.device("cpu"), "a planned device", 2**50, bf16=True)
 
-#: Values of `efficiency.attention` that name a GPU's kernel, which is traced with `CudaKernels`.
+#: Values of `efficiency.attention` that select a GPU kernel, which is traced with `CudaKernels`.
 _GPU_KERNELS = ("flash", "efficient", "cudnn", "math")
 
 
 @dataclass(frozen=True)
 class Equivalent:
-    """The recipe and the kernels that are traced in place of the real ones.
+    """The recipe and the kernels that are traced in place of the user's recipe and the real
+    kernels.
 
     Attributes:
         recipe: the recipe to trace.
-        kernel: attention kernel on a GPU, see `CudaKernels`; None for torch's choice.
-        offloads: True if activations are offloaded to the host's memory.
+        kernel: name of the attention kernel on a GPU; see `CudaKernels`. None for torch's choice.
+        offloads: True if activations are offloaded to host memory.
         notes: assumptions of the prediction, as shown to the user.
     """
 
@@ -694,43 +702,43 @@ class Equivalent:
     notes: tuple[str, ...]
 
     def with_(self, recipe: ResolvedRecipe) -> Equivalent:
-        """Return the same kernels and notes with a different recipe to trace."""
+        """Return a copy with a different recipe to trace."""
         return replace(self, recipe=recipe)
 
 
 def equivalent(recipe: ResolvedRecipe, target: Target) -> Equivalent:
-    """Return the recipe and kernels to trace for a recipe on a target."""
+    """Return the recipe and kernels to trace for a recipe on a target device."""
     config, notes = recipe.efficiency, []
     chosen: dict[str, Any] = {"activation_offload": False}
     kernel = None
     if target.kind == "cuda":
         kernel = config.attention if config.attention in _GPU_KERNELS else None
-        # A CPU does not have these kernels. The trace uses sdpa, which `CudaKernels` replaces with
-        # the GPU's kernel.
+        # These kernels do not exist on a CPU. The traced recipe uses "sdpa", which `CudaKernels`
+        # replaces with the GPU's kernel.
         if config.attention in (*_GPU_KERNELS, "flex"):
             chosen["attention"] = "sdpa"
         if config.precision == "fp8":
             chosen["precision"] = "bf16"
             notes.append("fp8 is planned as bf16: the scaled fp8 copies of inputs are not counted")
-        # tf32 is a mode of a GPU's matrix products; the tensors are fp32.
+        # tf32 affects only how a GPU computes matrix products. The tensors are fp32.
         if config.precision == "tf32":
             chosen["precision"] = "fp32"
         if config.compile:
             notes.append("compiled code is planned with the code that inductor generates for CPUs")
     recipe = recipe.with_keys("efficiency", **chosen)
     recipe = _without_masks(recipe, config.attention, target)
-    # Paged memory requires CUDA. States that are not paged have the same sizes.
+    # Paged memory requires CUDA. Optimizer states have the same sizes without paging.
     if recipe.optimizer.name == "paged_adamw8bit":
         notes.append(
             "paged optimizer state is counted on the device, where it stays as long as it fits"
         )
         recipe = recipe.with_keys("optimizer", name="adamw8bit")
-    # Without a GPU, Muon updates matrices one by one unless an implementation is set.
+    # On a CPU, Muon updates matrices one by one unless an implementation is set.
     optimizer = recipe.optimizer
     is_open = (optimizer.name, optimizer.implementation) == ("muon", "auto")
     if target.kind == "cuda" and is_open:
         recipe = recipe.with_keys("optimizer", implementation="fused")
-    # Pinned memory is rejected without a GPU. It does not affect the prediction, because it is host
+    # Pinned memory is rejected on a CPU. It does not affect the prediction, because it is host
     # memory.
     if recipe.data.pin_memory:
         recipe = recipe.with_keys("data", pin_memory=None)
@@ -738,9 +746,9 @@ def equivalent(recipe: ResolvedRecipe, target: Target) -> Equivalent:
 
 
 def without_compile(config: EfficiencyConfig) -> dict[str, Any]:
-    """Return the changes to a section that remove torch.compile and the keys that configure it.
-    Recomputation within a memory budget is also turned off, because only the compiler can choose
-    what to recompute."""
+    """Return the changes to the `efficiency` section that turn off torch.compile and remove the
+    keys that configure it. Activation checkpointing with a memory budget is also turned off,
+    because only the compiler can choose which activations to recompute."""
     plain = {"compile": False, "compile_regional": False, "compile_mode": "default"}
     if config.activation_checkpointing == "budget":
         plain["activation_checkpointing"] = "none"
@@ -748,7 +756,7 @@ def without_compile(config: EfficiencyConfig) -> dict[str, Any]:
 
 
 def uncompiled(recipe: ResolvedRecipe) -> ResolvedRecipe:
-    """Return the recipe without torch.compile, for the same step run operator by operator."""
+    """Return the recipe without torch.compile, so that the same step runs operator by operator."""
     config = recipe.efficiency
     if not config.compile:
         return recipe
@@ -756,8 +764,8 @@ def uncompiled(recipe: ResolvedRecipe) -> ResolvedRecipe:
 
 
 def _without_masks(recipe: ResolvedRecipe, attention: str, target: Target) -> ResolvedRecipe:
-    """Return the recipe without document masks if a GPU computes them with flex attention, which
-    does not store a T x T mask."""
+    """If a GPU computes document masks with flex attention, return the recipe without document
+    masks, because flex attention does not store a mask of size T x T."""
     masked = recipe.data.document_masking and attention == "flex"
     if target.kind == "cpu" or not masked:
         return recipe

@@ -1,8 +1,9 @@
-"""The memory of one of several processes, computed from the memory of a single process.
+"""Compute the memory use of one process in a distributed run from the memory use of a single
+process.
 
-The trace covers one process that does not communicate. The effects of DDP, FSDP2 and DeepSpeed are
-computed from the parts of this process's memory. For DDP and FSDP2, tests compare the results with
-the memory of two real processes (tests/distributed/test_rank_memory.py).
+The traced process does not communicate. The effects of DDP, FSDP2 and DeepSpeed are computed from
+the parts of its memory, such as weights and gradients. For DDP and FSDP2, tests compare the results
+with the memory use of two real processes (tests/distributed/test_rank_memory.py).
 """
 
 from __future__ import annotations
@@ -22,32 +23,32 @@ from firstlight.parallel.sharding import unshardable
 from firstlight.planner.memory.prediction import MemoryPrediction, PhasePeak
 from firstlight.recipe import Recipe, ResolvedRecipe
 
-#: Bytes per GPU that NCCL allocates for channel buffers, outside torch's allocator; measured with
-#: eight GPUs and NCCL's default settings.
+#: Bytes per GPU that NCCL allocates for channel buffers, outside torch's allocator. The value was
+#: measured with eight GPUs and NCCL's default settings.
 _NCCL_BYTES = 400 * 2**20
 
-#: As long as more than this fraction of the forward pass's activations is in memory, the backward
-#: pass is assumed not to have completed the gradients of any layer.
+#: The backward pass is assumed not to have completed the gradients of any layer as long as more
+#: than this fraction of the forward pass's activations is in memory.
 _EARLY = 0.8
 
-#: Parts of memory whose size is proportional to the number of parameters.
+#: Kinds of memory content whose size is proportional to the number of parameters.
 STATE = ("weights", "gradients", "optimizer_states")
 
-#: Phases that only the last stage of a pipeline has.
+#: Phases that occur only in the last stage of a pipeline.
 _LAST = ("loss", "backward of loss")
 
-#: If the processes need at least this many bytes of CPU memory at the start of a run, the plan
-#: contains a note about it.
+#: The plan contains a note about CPU memory if the processes need at least this many bytes of it at
+#: the start of a run.
 _MUCH = 2**30
 
 
 def of_one_rank(
     prediction: MemoryPrediction, recipe: ResolvedRecipe, processes: int, *, on_cpu: bool = False
 ) -> MemoryPrediction:
-    """Return the memory of one of several processes.
+    """Return the memory prediction for one process in a distributed run.
 
     Args:
-        prediction: memory of the recipe returned by `own_part`, in a single process.
+        prediction: memory prediction for a single process with the recipe returned by `own_part`.
         recipe: the resolved recipe.
         processes: number of processes.
         on_cpu: True if the processes run on a CPU, whose memory also holds offloaded tensors.
@@ -83,8 +84,9 @@ def of_one_rank(
 
 
 def _of_the_host(recipe: ResolvedRecipe, processes: int) -> Iterator[str]:
-    """Yield a note about the CPU memory that all processes need at the start, if it is large."""
-    # The weights are in fp32, and each stage of a pipeline creates only its own layers.
+    """If all processes together need much CPU memory at the start of a run, yield a note about
+    it."""
+    # The weights are created in fp32. Each stage of a pipeline creates only its own layers.
     own = 4 * count_parameters(meta_model(recipe.model)).total / recipe.distributed.pipeline
     if processes * own >= _MUCH:
         yield (
@@ -123,12 +125,13 @@ def _of_fsdp(
 ) -> MemoryPrediction:
     """Return the memory prediction for FSDP2.
 
-    FSDP2 keeps shards of the state. During the passes, it also keeps gathered parameters: those of
-    one or two layers (of all layers with `reshard_after_forward: false`), and all parameters
-    outside the layers.
+    FSDP2 always keeps a shard of the weights, gradients and optimizer states in memory. During the
+    forward and backward pass, it also keeps the gathered parameters of one or two layers, and all
+    parameters outside the layers. With `reshard_after_forward: false`, it keeps the gathered
+    parameters of all layers.
     """
     pieces = part.distributed.shard or copies_of(recipe, processes)
-    # On a CPU, the shards are in the CPU's memory with or without offloading.
+    # On a CPU, the shards are in CPU memory whether or not offloading is enabled.
     offloads = part.distributed.offload == "cpu" and not on_cpu
     state = 0 if offloads else 1
     in_bf16 = is_put_together_in_bf16(recipe, processes)
@@ -140,11 +143,12 @@ def _of_fsdp(
     accumulates = part.batch.accumulation(part.data.seq_len) > 1
     keeps = not part.distributed.reshard_after_forward
     kept = prediction.phases.get("forward", PhasePeak(0, {})).parts.get("activations", 0)
-    # With recomputation, the peak can occur at any layer.
+    # With activation checkpointing, the peak can occur at any layer.
     keeps_all = part.efficiency.activation_checkpointing == "none"
 
     def together(phase: str, peak: PhasePeak) -> int:
-        """Return the bytes of gathered weights, and of gradients that are being reduced."""
+        """Return the size in bytes of the gathered weights and of the gradients that are being
+        reduced."""
         if phase in ("optimizer", "clipping"):
             return 0
         if phase == "backward":
@@ -152,15 +156,15 @@ def _of_fsdp(
             is_early = keeps_all and peak.parts.get("activations", 0) > _EARLY * kept
             if is_early or part.lora is not None:
                 return whole
-            # Additional memory: a layer's gradient, its fp32 copy for the reduction, and the
-            # received shard.
+            # The additional memory consists of the gradient of a layer, the fp32 copy of the
+            # gradient for the reduction, and the received shard.
             return whole + layer * (size + 4) + 4 * layer // pieces
-        # One layer is gathered at a time. At the end of the forward pass, the last layer is still
-        # gathered, because the backward pass begins there.
+        # One layer is gathered at a time. At the end of the forward pass, the last layer stays
+        # gathered, because it is the first layer of the backward pass.
         return size * (outside + (inside if keeps else layer))
 
     def gradients(phase: str, whole: int) -> int:
-        # With bf16 weights, the trace also contains the gradients of the fp32 master weights.
+        # With bf16 weights, the trace contains gradients of the fp32 master weights as well.
         whole = min(whole, 4 * (outside + inside))
         if phase in ("optimizer", "clipping"):
             return state * whole // pieces
@@ -176,7 +180,7 @@ def _of_fsdp(
             return peak
         parts = dict(peak.parts)
         held = 4 * (outside + inside) if in_bf16 else parts.get("weights", 0)
-        # The trace with bf16 weights counts the fp32 weights among the optimizer's states.
+        # In a trace with bf16 weights, the fp32 master weights are counted as optimizer states.
         states = parts.get("optimizer_states", 0) - (held if in_bf16 else 0)
         parts["weights"] = state * -(-held // pieces)
         parts["optimizer_states"] = state * -(-max(states, 0) // pieces)
@@ -199,15 +203,15 @@ def _of_deepspeed(
 
 
 class _ZeRO:
-    """Memory of DeepSpeed's ZeRO (Rajbhandari et al. 2019, arXiv 1910.02054).
+    """Memory use of DeepSpeed's ZeRO (Rajbhandari et al. 2019, arXiv 1910.02054).
 
-    Stage 1 shards the optimizer's states, stage 2 also shards the gradients, and stage 3 also
-    shards the weights. Offloading moves the shards to the CPU's memory. The additional buffers are
-    modelled after DeepSpeed 0.19.
+    Stage 1 shards the optimizer states. Stage 2 also shards the gradients, and stage 3 also shards
+    the weights. Offloading moves the shards to CPU memory. The additional buffers are modelled
+    after DeepSpeed 0.19.
 
     Attributes:
-        held: memory in bytes that is always on the device.
-        moved: memory in bytes that offloading moves to the CPU's memory.
+        held: bytes that are always in the device's memory.
+        moved: bytes that offloading moves to CPU memory.
     """
 
     def __init__(
@@ -225,19 +229,20 @@ class _ZeRO:
         sizes = [4 * p.numel() for p in meta_model(recipe.model).parameters()]
         self.whole = sum(sizes)
         self.shard = -(-self.whole // processes)
-        # The embedding and the head have the same size. The head's gradient is computed first, and
-        # the embedding's gradient last.
+        # The embedding and the output head have the same size. The gradient of the head is computed
+        # first, and the gradient of the embedding last.
         self.table = sizes[0]
         settings = zero_settings(recipe.distributed, [size // 4 for size in sizes], on_cpu=on_cpu)
         self.overlaps = settings["overlap_comm"] and self.stage < 3
-        # Gradients are copied into a bucket, and reduced once the bucket is full. With overlapping
-        # communication, a second bucket is filled at the same time.
+        # Gradients are copied into a bucket. When the bucket is full, its gradients are reduced.
+        # With overlapping communication, a second bucket is filled at the same time.
         self.buffer = 4 * int(settings["reduce_bucket_size"])
         self.bucket = self.buffer * (2 if self.overlaps else 1)
         self.fills = self.buffer < self.whole
-        # `small`: bytes of the parameters that stage 3 always keeps gathered. `gathered`: bytes of
-        # the parameters that are gathered at the same time during the passes; parameters are freed
-        # only if the limit `live` would be exceeded. A single process does not gather parameters.
+        # `small` is the size of the parameters that stage 3 always keeps gathered. `gathered` is
+        # the size of all parameters that are gathered at the same time during the forward and
+        # backward pass. Parameters are freed only if the limit `live` would be exceeded. A single
+        # process does not gather parameters.
         threshold = 4 * settings["stage3_param_persistence_threshold"]
         live = 4 * int(settings["stage3_max_live_parameters"])
         self.small = sum(size for size in sizes if size <= threshold) if processes > 1 else 0
@@ -257,9 +262,9 @@ class _ZeRO:
             # The update makes a copy of the weights' shard, even if the weights are already in
             # fp32.
             return {"weights": self.whole + self.shard, "optimizer_states": states}, {}
-        # Updated weights are moved through one buffer, and gradients through two (one on the GPU
-        # and one on the CPU). Each buffer is as large as the largest parameter. Stage 2 sums the
-        # gradients of the micro-batches in CPU memory.
+        # Updated weights are moved through one buffer. Gradients are moved through two buffers, one
+        # on the GPU and one on the CPU. Each buffer is as large as the largest parameter. Stage 2
+        # sums the gradients of the micro-batches in CPU memory.
         moved = {
             "weights": 2 * self.shard,
             "gradients": self.shard * (2 if self.accumulates and self.stage == 2 else 1),
@@ -271,19 +276,20 @@ class _ZeRO:
     def _held_by_stage_3(self, states: int, _: int) -> tuple[dict[str, int], dict[str, int]]:
         """Return the number of bytes that are always on the device and the number of bytes that are
         moved to the CPU's memory."""
-        # The bucket and a buffer for the gradients' shard exist during the entire run. Small
-        # parameters stay gathered.
+        # The gradient bucket and a buffer for the shard of the gradients exist during the entire
+        # run. Small parameters stay gathered.
         buffers = {"communication": self.bucket + self.small}
         # The update makes a copy of the weights' shard, even if the weights are already in fp32.
         weights = {"weights": 2 * self.shard}
         if self.offloads:
-            # A second buffer of gradients exists at the same time as the update's copy of the
-            # weights.
+            # During the update, a second buffer of gradients is in memory together with the copy of
+            # the weights.
             return buffers, {**weights, "gradients": 2 * self.shard, "optimizer_states": states}
         return {**weights, **buffers, "gradients": self.shard, "optimizer_states": states}, {}
 
     def shared(self, phase: str, peak: PhasePeak) -> PhasePeak:
-        """Return one process's peak in a phase, from the traced peak of a single process."""
+        """Return the peak of one process in a phase, computed from the traced peak of a single
+        process."""
         if phase == "setup":
             # DeepSpeed shards the model only after the full model is on the device.
             return peak
@@ -293,14 +299,14 @@ class _ZeRO:
         found = _total(others, *always, self._passing(phase, late=not is_early))
         if not _is_backward(phase):
             return found
-        # The traced process has its peak at one end of the backward pass. With DeepSpeed's buffers,
-        # the peak may be at the other end.
+        # The traced process has its peak at the start or at the end of the backward pass. With
+        # DeepSpeed's buffers, the peak may move to the opposite end.
         at_start = _total({"activations": self.kept}, *always, self._passing(phase))
         at_end = _total(*always, self._passing(phase, late=True))
         return max(found, at_start, at_end, key=lambda peak: peak.bytes)
 
     def _passing(self, phase: str, *, late: bool = False) -> dict[str, int]:
-        """Return the bytes of gradients and buffers that exist only in this phase.
+        """Return the size in bytes of the gradients and buffers that exist only in this phase.
 
         Args:
             phase: name of the phase.
@@ -309,8 +315,8 @@ class _ZeRO:
         if phase in ("clipping", "optimizer"):
             if self.offloads:
                 return {}
-            # For the update, the shard of the gradients is copied into one tensor. In stage 3, the
-            # shard's existing buffer stays allocated as well.
+            # For the update, the shard of the gradients is copied into a single tensor. In stage 3,
+            # the buffer from which it is copied also stays allocated.
             copies = 1 if self.stage == 3 or phase == "clipping" else 2
             return {"gradients": self.shard * copies}
         if _is_backward(phase):
@@ -321,7 +327,7 @@ class _ZeRO:
             return {}
         if self.stage == 3:
             return {"communication": max(self.gathered - self.small, 0)}
-        # Stage 1 keeps its bucket until the last micro-batch.
+        # In stage 1, the bucket stays allocated until the last micro-batch.
         keeps = self.accumulates and self.stage == 1
         return {"gradients": self._summed(), "communication": self.bucket if keeps else 0}
 
@@ -329,37 +335,40 @@ class _ZeRO:
         parameters = max(self.gathered - self.small, 0)
         if not late:
             return {"gradients": self.table, "communication": parameters}
-        # For the reduction, the bucket's gradients are copied and arranged by process. On CPUs,
-        # Gloo makes another copy to exchange them.
+        # For the reduction, the gradients in the bucket are copied and arranged by process. On
+        # CPUs, Gloo makes an additional copy for communication.
         ordered = min(self.buffer, self.whole) * (2 if self.on_cpu else 1)
-        # The weights of a layer are freed after its backward pass, but the weights of the embedding
-        # are not.
+        # The weights of a layer are freed after its backward pass. The weights of the embedding
+        # stay in memory.
         parameters = parameters if self.fills else min(parameters, self.table)
         return {"gradients": self._waiting(), "communication": parameters + ordered}
 
     def _stages_1_and_2_backward(self, late: bool) -> dict[str, int]:
         summed = self._summed()
         if not late:
-            # The bucket is created when the first gradient, that of the head, is available.
+            # The bucket is created when the first gradient is available, which is the gradient of
+            # the head.
             return {"gradients": summed + self.table, "communication": self.bucket}
         if self.stage == 1 and not self.overlaps:
-            # All gradients exist before the first is copied into the bucket.
+            # All gradients are in memory before the first gradient is copied into the bucket.
             return {"gradients": self.whole, "communication": self.bucket}
-        # With several processes, a copy of the bucket's content is exchanged. If the bucket holds
-        # all gradients, the shard is created after the exchange; otherwise, it is created when the
-        # first bucket is full.
+        # With several processes, a copy of the bucket is used for communication. If the bucket
+        # contains all gradients, the shard is created after this communication. Otherwise, it is
+        # created when the first bucket is full.
         own = 0 if self.offloads else self.shard
         copied = min(self.buffer, self.whole) if self.processes > 1 else 0
         own = own + self._waiting() + copied if self.fills else max(own, self.table, copied)
         return {"gradients": summed + own, "communication": self.bucket}
 
     def _waiting(self) -> int:
-        """Return the bytes of gradients in the bucket at the end of the backward pass. The bucket
-        is reduced when the next gradient does not fit, or after the last gradient."""
+        """Return the size in bytes of the gradients that are in the bucket at the end of the
+        backward pass. The bucket is reduced when the next gradient does not fit in it, or after the
+        last gradient."""
         return self.table if self.fills else 0
 
     def _summed(self) -> int:
-        """Return the bytes of the gradients of earlier micro-batches, in stages 1 and 2."""
+        """Return the size in bytes of the gradients from earlier micro-batches, which stages 1 and
+        2 keep in memory."""
         if not self.accumulates:
             return 0
         if self.stage == 1:
@@ -372,7 +381,7 @@ def _is_backward(phase: str) -> bool:
 
 
 def _total(*kinds: Mapping[str, int]) -> PhasePeak:
-    """Return the peak that results if several kinds of memory are in use at the same time."""
+    """Return the peak that results if all given parts of memory are in use at the same time."""
     parts: dict[str, int] = {}
     for kind in kinds:
         for name, size in kind.items():
@@ -381,13 +390,14 @@ def _total(*kinds: Mapping[str, int]) -> PhasePeak:
 
 
 def own_part(recipe: ResolvedRecipe, processes: int) -> ResolvedRecipe:
-    """Return one process's share of a step, as a recipe for a single process. The recipe has the
-    process's share of the batch, heads, MLP and layers, but the full embedding and head (see
-    `with_own_tables`).
+    """Return a recipe for a single process whose step corresponds to one process's share of the
+    distributed step. It contains the process's share of the batch, the attention heads, the MLPs
+    and the layers, but the full embedding and output head. `with_own_tables` then corrects the
+    prediction for the embedding and the output head.
 
     Args:
         recipe: the resolved recipe.
-        processes: total number of processes in all groups.
+        processes: total number of processes.
 
     Raises:
         ConfigError: the model or the batch can't be divided among the processes.
@@ -396,7 +406,7 @@ def own_part(recipe: ResolvedRecipe, processes: int) -> ResolvedRecipe:
     cut = recipe.distributed
     batch = recipe.batch
     model = recipe.model
-    # This raises an error if the batch can't be divided evenly.
+    # This call raises an error if the batch can't be divided evenly.
     batch.accumulation(recipe.data.seq_len, copies)
     if batch.global_batch_tokens is not None:
         tokens = batch.global_batch_tokens // copies
@@ -405,22 +415,22 @@ def own_part(recipe: ResolvedRecipe, processes: int) -> ResolvedRecipe:
         raise ConfigError("; ".join(problems))
     names = ("num_attention_heads", *model.tensor_parallel_sizes)
     changes = {name: getattr(model, name) // cut.tensor_parallel for name in names}
-    # If the layers can't be divided evenly, use the largest stage.
+    # If the layers can't be divided evenly among the pipeline stages, use the largest stage.
     changes["num_hidden_layers"] = -(-model.num_hidden_layers // cut.pipeline)
     model = model.model_copy(update=changes)
     efficiency = recipe.efficiency
     if is_put_together_in_bf16(recipe, processes):
-        # Activations between layers have the dtype of the gathered weights.
+        # The activations between layers have the same dtype as the gathered weights.
         efficiency = efficiency.model_copy(update={"precision": "bf16_params"})
     changed: dict[str, Any] = {"batch": batch, "model": model, "efficiency": efficiency}
-    # A single process does not write sharded checkpoints.
+    # Sharded checkpoints are disabled, because a single process does not write them.
     changed["checkpoint"] = recipe.checkpoint.model_copy(update={"sharded": False})
     return recipe.model_copy(update=changed)
 
 
 def why_not_cut(model: ModelConfig, cut: DistributedConfig) -> Iterator[str]:
-    """Yield the reasons, as sentences, why a model can't be divided among processes as
-    configured."""
+    """Yield the reasons why a model can't be divided among processes as configured, as
+    sentences."""
     if cut.tensor_parallel > 1:
         yield from unshardable(model, cut.tensor_parallel)
     if cut.pipeline > 1:
@@ -428,8 +438,8 @@ def why_not_cut(model: ModelConfig, cut: DistributedConfig) -> Iterator[str]:
 
 
 def engine_of(recipe: Recipe, processes: int) -> type[Engine]:
-    """Return the class of the engine that distributes a recipe's model over processes; `Engine` for
-    a single process.
+    """Return the class of the engine that distributes the model of a recipe over processes. For a
+    single process, this is `Engine`.
 
     Raises:
         ConfigError: the engine can't run with this number of processes.
@@ -445,8 +455,8 @@ def engine_of(recipe: Recipe, processes: int) -> type[Engine]:
 
 
 def is_put_together_in_bf16(recipe: ResolvedRecipe, processes: int) -> bool:
-    """Return True if FSDP keeps fp32 shards and gathers layers in bf16. With adapters, parameters
-    keep their dtype."""
+    """Return True if FSDP keeps shards in fp32 and gathers layers in bf16. With LoRA adapters,
+    gathered parameters keep their dtype, so the result is False."""
     return (
         copies_of(recipe, processes) > 1
         and engine_of(recipe, processes).keeps_shards
@@ -456,8 +466,8 @@ def is_put_together_in_bf16(recipe: ResolvedRecipe, processes: int) -> bool:
 
 
 def copies_of(recipe: Recipe, processes: int) -> int:
-    """Return the number of model copies: groups of processes that share one model and a part of the
-    batch.
+    """Return the number of copies of the model. Each copy is distributed over a group of processes,
+    which share the same part of the batch.
 
     Raises:
         ConfigError: the processes can't be divided into full groups.
@@ -474,13 +484,13 @@ def copies_of(recipe: Recipe, processes: int) -> int:
 def with_own_tables(
     prediction: MemoryPrediction, recipe: ResolvedRecipe, part: ResolvedRecipe
 ) -> MemoryPrediction:
-    """Correct the prediction for a part so that it contains one process's actual share of the
-    embedding and the head. With a pipeline, use the stage that needs the most memory, either the
-    first or the last.
+    """Correct the prediction for the recipe returned by `own_part`, so that it contains only one
+    process's share of the embedding and the output head. With a pipeline, use the stage that needs
+    the most memory, which is either the first or the last stage.
 
     Args:
-        prediction: memory of the part.
-        recipe: the resolved recipe with the whole model.
+        prediction: memory prediction for `part`.
+        recipe: the resolved recipe with the full model.
         part: the recipe returned by `own_part`.
     """
     cut = recipe.distributed
@@ -490,8 +500,8 @@ def with_own_tables(
     if cut.pipeline == 1:
         return prediction
     passes = part.batch.accumulation(part.data.seq_len)
-    # The schedule is 1F1B. With fewer micro-batches than stages, it is GPipe, which runs all
-    # forward passes first.
+    # The pipeline schedule is 1F1B. With fewer micro-batches than stages, it is GPipe, which runs
+    # all forward passes first.
     waiting = 1 if passes >= cut.pipeline else passes
     hidden = 4 * part.batch.micro_batch_size * part.data.seq_len * part.model.hidden_size
     head, table = _share_elsewhere(part, 0, head=True), _share_elsewhere(part, 0, table=True)
@@ -509,8 +519,8 @@ def with_own_tables(
         more = kept * (waiting - 1) if name in ("forward", "backward", *_LAST) else 0
         return _without(peak, table, activations=more, communication=2 * hidden)
 
-    # The other stages have neither an embedding nor a head, and fewer waiting micro-batches than
-    # the first stage.
+    # The stages in between have neither an embedding nor an output head, and they keep the
+    # activations of fewer micro-batches than the first stage.
     ends = [with_peaks(prediction, one) for one in (first, last)]
     return max(ends, key=lambda one: one.peak_bytes)
 
@@ -518,15 +528,15 @@ def with_own_tables(
 def _share_elsewhere(
     part: ResolvedRecipe, pieces: int, *, head: bool = False, table: bool = False
 ) -> float:
-    """Return the fraction of a part's parameters that are stored on other processes.
+    """Return the fraction of the parameters in `part` that are stored on other processes.
 
     Args:
         part: the recipe returned by `own_part`.
-        pieces: number of shards of the head and the embedding; 0 if all of them are on other
-            processes.
+        pieces: number of shards into which the head and the embedding are divided; 0 if this
+            process does not store any of them.
         head: True if the head is sharded.
-        table: True if the embedding is sharded. An embedding that is tied to the head is counted
-            once.
+        table: True if the embedding is sharded. If the embedding is tied to the head, the shared
+            weight is counted once.
     """
     model = meta_model(part.model)
     weights = [
@@ -534,7 +544,7 @@ def _share_elsewhere(
         *([model.embedding.weight] if table else []),
     ]
     elsewhere = 0
-    # The number of rows is rounded up, as for the first process, which stores the most rows.
+    # The number of rows is rounded up, because the first process stores the most rows.
     for p in {id(p): p for p in weights}.values():
         own = -(-len(p) // pieces) if pieces else 0
         elsewhere += (len(p) - own) * (p.numel() // len(p))
@@ -542,8 +552,8 @@ def _share_elsewhere(
 
 
 def _without(peak: PhasePeak, share: float, **more: int) -> PhasePeak:
-    """Return the peak with the parameters' bytes (`STATE`) reduced by the fraction `share`, and
-    with `more` bytes added to other parts."""
+    """Return the peak with the sizes of the parts in `STATE` reduced by the fraction `share`, and
+    with the bytes in `more` added to other parts."""
     parts = {
         name: round(size * (1 - share)) if name in STATE else size
         for name, size in peak.parts.items()
@@ -563,12 +573,13 @@ def with_peaks(
     changed: Callable[[str, PhasePeak], PhasePeak],
     host_bytes: int = 0,
 ) -> MemoryPrediction:
-    """Return the prediction with the peak of every phase replaced, and with `host_bytes` added to
-    its bytes in the host's memory."""
+    """Return a copy of the prediction in which the peak of every phase is replaced and `host_bytes`
+    is added to the bytes in host memory."""
     phases = {name: changed(name, peak) for name, peak in prediction.phases.items()}
     phases = {name: peak for name, peak in phases.items() if peak.bytes}
     phase = max(phases, key=lambda name: phases[name].bytes)
-    # Assume that the allocator reserves as much memory beyond the peak as in `prediction`.
+    # Assume that the difference between reserved and allocated memory is the same as in
+    # `prediction`.
     gaps = prediction.reserved_bytes - prediction.peak_bytes
     return dataclasses.replace(
         prediction,

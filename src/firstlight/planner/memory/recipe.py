@@ -1,4 +1,4 @@
-"""Predict the memory of a recipe's training step and evaluation."""
+"""Predict the memory use of a recipe's training step and evaluation."""
 
 from __future__ import annotations
 
@@ -58,11 +58,12 @@ from firstlight.recipe import ResolvedRecipe
 from firstlight.training.program import TrainingProgram
 from firstlight.training.starting_model import attach
 
-#: Assumed number of preference pairs per row. It hardly affects the memory, because each answer
-#: only adds a mask over the row's tokens.
+#: Assumed number of preference pairs per row. It hardly affects the memory use, because each
+#: additional response only adds a mask over the tokens of the row.
 _PAIRS_A_ROW = 4
 
-#: Models with at most this many layers are traced completely, unless they are compiled.
+#: Models with at most this many layers are traced with all of their layers, unless they are
+#: compiled.
 _FULLY_TRACED = 8
 
 
@@ -71,8 +72,8 @@ class TraceJob:
     """The calls from which a memory prediction is computed.
 
     Attributes:
-        calls: (tracing function, arguments) tuples; the calls are independent of each other.
-        join: function from the results of all calls to the prediction.
+        calls: tuples (tracing function, arguments). The calls are independent of each other.
+        join: function that receives the results of all calls and returns the prediction.
     """
 
     calls: tuple[tuple[Any, ...], ...]
@@ -99,14 +100,15 @@ def _call(function: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def training_job(recipe: ResolvedRecipe, target: Target | None = None) -> TraceJob:
-    """Create a job that predicts the memory of a recipe's training step.
+    """Create a job that predicts the memory use of a recipe's training step.
 
-    Two optimizer steps are traced: the first creates the optimizer's state, which exists from the
-    start of the second. The second step has up to two micro-batches, so that gradients of an
-    earlier micro-batch are in memory.
+    Two optimizer steps are traced. The first step creates the optimizer's state, which is in memory
+    during the entire second step. The second step has up to two micro-batches, so that the
+    gradients of an earlier micro-batch are also in memory.
 
-    The prediction for a deep model is derived from the same model with few layers: see
-    `in_fewer_layers`. For a compiled model, the graphs before operator fusion are also traced.
+    The prediction for a deep model is extrapolated from the same model with only a few layers; see
+    `in_fewer_layers`. For a compiled model, the graphs are also traced as they are before operator
+    fusion.
 
     Args:
         recipe: the resolved recipe.
@@ -114,16 +116,16 @@ def training_job(recipe: ResolvedRecipe, target: Target | None = None) -> TraceJ
 
     Raises:
         ConfigError: a key is not resolved, or the recipe's methods can't be combined.
-        MissingDependencyError: a library that the recipe needs is not installed; raised when the
-            job runs.
+        MissingDependencyError: a library that the recipe requires is not installed. This error is
+            raised when the job runs.
     """
     target = target or this_cpu()
     planned = equivalent(recipe, target)
     config = planned.recipe.efficiency
     if config.compile and not config.compile_regional:
         return _compiled_job(planned, target)
-    # Compiling takes several seconds per layer, so a compiled model is never traced with all of its
-    # layers.
+    # A compiled model is never traced with all of its layers, because compiling takes several
+    # seconds per layer.
     recipes, join = _in_parts(planned.recipe, 0 if config.compile else _FULLY_TRACED)
     return TraceJob(tuple((_train, planned.with_(one), target) for one in recipes), join)
 
@@ -151,13 +153,14 @@ def _compiled_job(planned: Equivalent, target: Target) -> TraceJob:
 def evaluation_job(
     recipe: ResolvedRecipe, target: Target | None = None, *, samples: bool = False
 ) -> TraceJob:
-    """Create a job that predicts the memory of evaluating one batch between training steps. The
-    batch has the recipe's micro-batch size and row length, and the optimizer's state is in memory.
+    """Create a job that predicts the memory use of evaluating one batch between training steps,
+    while the optimizer's state is in memory. The batch has the micro-batch size and the sequence
+    length of the recipe.
 
     Args:
         recipe, target: the resolved recipe and the device for which to predict; see `training_job`.
-        samples: True to add a second phase for the recipe's sample texts, which a run generates
-            during an evaluation.
+        samples: True to add a second phase for generating the recipe's sample texts, which is part
+            of an evaluation during training.
 
     Raises:
         ConfigError, MissingDependencyError: see `training_job`.
@@ -171,7 +174,7 @@ def evaluation_job(
 
 
 def _in_parts(recipe: ResolvedRecipe, limit: int) -> tuple[list[ResolvedRecipe], Join]:
-    """Return the recipes to trace, and the function that joins their predictions. If the model has
+    """Return the recipes to trace, and a function that combines their predictions. If the model has
     at most `limit` layers, only the recipe itself is traced."""
     if recipe.model.num_hidden_layers <= limit:
         return [recipe], lambda found: merged(found[0])
@@ -203,17 +206,17 @@ def _evaluate(planned: Equivalent, target: Target, samples: bool) -> MemoryPredi
 
 
 def _sample(program: TrainingProgram, tracer: Tracer) -> None:
-    """Trace the generation of a sample text: the pass over the longest prompt, and the last token
-    with a full key-value cache."""
+    """Trace the generation of a sample text. The trace contains the forward pass over the longest
+    prompt, and the generation of the last token with a full key-value cache."""
     config, context = program.recipe.evaluation, program.model.config.max_position_embeddings
-    # A prompt has at most as many tokens as characters; an empty prompt is replaced by a single
-    # end-of-text token.
+    # A prompt is assumed to have as many tokens as characters. An empty prompt is replaced by a
+    # single end-of-text token.
     prompt = min(max(map(len, (*config.sample_prompts, "x"))), context // 2 or 1)
     longest = min(prompt + config.sample_tokens, context)
     decoder = BatchDecoder(program.model, 1, longest)
     tracer.mark(decoder.cache.tensors, "activations")
     decoder.add([0] * prompt)
-    # Only the step at full length runs, because it takes the most memory.
+    # Only the last decoding step runs, because it takes the most memory.
     decoder.lengths = [longest - 1]
     decoder.step([0])
 
@@ -229,15 +232,16 @@ def _train(planned: Equivalent, target: Target, stretches: int = 2) -> MemoryPre
 
 
 def _compiled_without_kernels(recipe: ResolvedRecipe) -> contextlib.AbstractContextManager[object]:
-    """Return a context in which a step whose model or update is compiled runs without real compiled
-    kernels. Real kernels would crash, because they would read addresses that fake tensors do not
-    have. torchao's optimizer compiles its update itself."""
+    """Return a context for running a step whose model or optimizer update is compiled. In the
+    context, compiled kernels do nothing, because real kernels would crash when they access the
+    memory of fake tensors. The optimizer of torchao compiles its update itself."""
     compiles = recipe.efficiency.compile or compiles_update(recipe.optimizer)
     return stubbed_compiler() if compiles else contextlib.nullcontext()
 
 
 def _train_both(planned: Equivalent, target: Target) -> tuple[MemoryPrediction, MemoryPrediction]:
-    """Return predictions for the compiled training step, and for its graphs before fusion."""
+    """Return two predictions, for the compiled training step and for its graphs before operator
+    fusion."""
     with (
         stubbed_compiler(),
         graphs_kept(fuses=True) as graphs,
@@ -256,8 +260,8 @@ def cut(trace: Trace, first: int, last: int) -> Trace:
 
     Args:
         trace: a finished trace.
-        first, last: first and last tick of the part. Storages that are alive at `first` start at
-            tick 0 of the part.
+        first, last: first and last tick of the part. Storages that are already alive at `first`
+            begin at tick 0 of the new trace.
     """
     storages = [
         replace(
@@ -283,7 +287,8 @@ def cut(trace: Trace, first: int, last: int) -> Trace:
 
 
 def _train_graphs(planned: Equivalent, target: Target) -> MemoryPrediction:
-    """Return the prediction for the graphs of a compiled training step, without compiling them."""
+    """Return the prediction for the graphs of a compiled training step. The graphs run operator by
+    operator and are not compiled."""
     with graphs_kept(fuses=False):
         return _train(planned, target, stretches=3)
 
@@ -295,21 +300,22 @@ def _two_steps(tracer: Tracer, program: TrainingProgram, batch: Batch) -> int:
             _compile(program, batch)
     watch_program(program, tracer)
     program.step([batch], lr_scale=1.0)
-    # The first step created the optimizer's state, which exists from the start of the second step.
+    # The optimizer's state was created in the first step, so it is in memory during the entire
+    # second step.
     second = tracer.tick + 1
     program.step(_micro_batches(program, batch), lr_scale=1.0)
     return second
 
 
 def _micro_batches(program: TrainingProgram, batch: Batch) -> list[Batch]:
-    # During the second micro-batch, the gradients of the first are in memory. A third micro-batch
-    # would not add any memory.
+    # During the second micro-batch, the gradients of the first micro-batch are in memory. A third
+    # micro-batch would not need any additional memory.
     return [batch] * min(2, program.recipe.batch.accumulation(batch.input_ids.shape[1]))
 
 
 @contextlib.contextmanager
 def _traced(planned: Equivalent, target: Target) -> Iterator[tuple[Tracer, TrainingProgram, Batch]]:
-    """Trace everything that runs in the context. Yield the tracer, the recipe's program, and a
+    """Trace all code that runs in the context. Yield the tracer, the recipe's program, and a
     batch."""
     recipe, tracer = planned.recipe, Tracer()
     lists = (lambda _: spec.LIST_VALUES) if target.kind == "cuda" else spec.list_values
@@ -317,10 +323,10 @@ def _traced(planned: Equivalent, target: Target) -> Iterator[tuple[Tracer, Train
         fake_tensors(),
         tracer,
         optimizer_phases(tracer),
-        # Deterministic runs disable cuDNN attention, as `varying_lengths` does.
+        # In deterministic runs, cuDNN attention is disabled, as in `varying_lengths`.
         varying_lengths() if recipe.run.deterministic else contextlib.nullcontext(),
-        # The traced tensors are on the CPU, so the real `list_values` would not choose the values
-        # for a GPU.
+        # The traced tensors are on the CPU, so the original `list_values` would return the values
+        # for a CPU even if the target is a GPU.
         replaced(spec, "list_values", lists),
         replaced(optimizer, "list_values", lists),
         kernels_of(target, planned.kernel),
@@ -329,14 +335,14 @@ def _traced(planned: Equivalent, target: Target) -> Iterator[tuple[Tracer, Train
         mark_weights(model, tracer)
         attach(model, recipe, PLANNED)
         if target.kind == "cuda" and recipe.preference is None:
-            # The weights are created on the CPU and then moved, so creating them takes no GPU
-            # memory. For preference pairs, the model is already on the GPU to compute the
-            # references.
+            # The weights are created on the CPU and then moved to the GPU, so creating them does
+            # not take any GPU memory. For preference pairs, the model is already on the GPU,
+            # because it has computed the reference log-probabilities.
             tracer.start_again()
             mark_weights(model, tracer)
         if recipe.preference is not None and not recipe.data.document_masking:
-            # The preference loss needs document ids, but attention must not derive a mask from
-            # them.
+            # The document ids are only used by the preference loss. Attention must not derive a
+            # mask from them.
             model.make_mask = _without_documents(model.make_mask)
         program = TrainingProgram(recipe, model, PLANNED)
         if program.preference is not None:
@@ -345,7 +351,8 @@ def _traced(planned: Equivalent, target: Target) -> Iterator[tuple[Tracer, Train
         batch = _batch(recipe)
         tracer.mark((batch.input_ids, batch.labels, batch.document_ids), "activations")
         if not recipe.efficiency.compile:
-            # In a compiled model, the loss is part of the compiled code and can't be marked.
+            # In a compiled model, the loss is part of the compiled code and can't be marked as a
+            # phase.
             model.head_loss = marked_loss(model.head_loss, tracer)
         if planned.offloads:
             program.loss_sum = host_activations(program.loss_sum, model, tracer, target)
@@ -359,8 +366,8 @@ def _finished(tracer: Tracer, planned: Equivalent) -> Trace:
 
 
 def _compile(program: TrainingProgram, batch: Batch) -> None:
-    """Compile the forward and backward pass before the traced steps, because the memory used for
-    compiling is not part of a step's memory."""
+    """Compile the forward and backward pass before the traced steps, so that the memory used for
+    compiling is not counted as memory of a step."""
     program.model.train()
     with same_bits(program.recipe.efficiency, program.hardware):
         loss = program.loss_sum(*batch.inputs)
@@ -390,8 +397,8 @@ def _without_documents(make_mask: MaskFunction) -> MaskFunction:
 
 
 class _Pairs(Batch):
-    """A batch that computes its number of preference pairs from a shape, because fake tensors do
-    not have values."""
+    """A batch whose number of preference pairs is computed from the shape of a tensor, because fake
+    tensors do not contain values."""
 
     @property
     def num_terms(self) -> int:
@@ -403,27 +410,29 @@ class _Pairs(Batch):
 #
 # If all layers are alike, each layer adds the same amount of memory. The bytes in memory at a given
 # point of a step are therefore a linear function of the number of layers. With more layers,
-# however, the peak may move to a different point: early in the backward pass, when all activations
-# are in memory, or late in it, when all gradients are in memory. Each section of the step is
-# therefore extrapolated separately, and the largest result is used.
+# however, the peak may move to a different point. It can occur early in the backward pass, when all
+# activations are in memory, or late in the backward pass, when all gradients are in memory. Each
+# section of the step is therefore extrapolated separately, and the largest result is used.
 #
-# Compiling a model with one more layer takes several seconds. However, the memory that a layer adds
-# is known before inductor fuses operators: the tensors saved for the backward pass, and the
-# gradients. For a compiled model, the line therefore starts at a shallow model that is compiled
-# completely, and its slope is computed from the graphs.
+# Compiling a model with one more layer takes several seconds. However, a layer only adds its
+# gradients and the tensors that it saves for the backward pass, and both are known from the graphs
+# before inductor fuses operators. The linear function for a compiled model therefore starts at the
+# memory of a shallow model that is fully compiled, and its slope is computed from the graphs.
 
-#: Number of layers of the shallower of the two traced models; the other has one more layer.
+#: Number of layers of the shallower traced model. The second traced model has one more layer.
 _FEW = 2
 
 #: Number of layers of a fully compiled model that are traced through inductor, by activation
-#: checkpointing mode. With "full", the peak is often at a layer that is neither first nor last: a
-#: prediction with two layers was up to 4% too low. With "selective" and "budget", a layer that is
-#: both first and last saves additional tensors: a prediction with one layer was up to 7% too high.
+#: checkpointing mode. With "full", the peak is often at a layer that is neither the first nor the
+#: last, and a prediction with two layers was up to 4% too low. With "selective" and "budget", a
+#: layer that is both the first and the last saves additional tensors, and a prediction with one
+#: layer was up to 7% too high.
 _FEW_COMPILED = {"none": 1, "selective": 2, "budget": 2, "full": 3}
 
-#: Minimum value of `_FEW_COMPILED` with blockwise attention, which allocates much memory
-#: internally. Inductor does not take this memory into account, and orders the surrounding operators
-#: differently in a layer that is both first and last: a prediction with one layer was 3% too low.
+#: Minimum number of layers of a fully compiled model with blockwise attention, which allocates much
+#: memory internally. Inductor does not take this memory into account. In a layer that is both first
+#: and last, it also orders the surrounding operators differently. A prediction with one layer was
+#: 3% too low.
 _FEW_BLOCKWISE = 2
 
 #: Phases that do not run compiled code.
@@ -433,22 +442,23 @@ Join = Callable[[Sequence[MemoryPrediction]], MemoryPrediction]
 
 
 def in_fewer_layers(recipe: ResolvedRecipe) -> tuple[list[ResolvedRecipe], Join]:
-    """Return shallow recipes to trace, and the function that derives the recipe's prediction.
+    """Return recipes for shallow models to trace, and a function that extrapolates their
+    predictions to the full model.
 
     Args:
-        recipe: the resolved recipe. If its layers are not alike, or if it has few layers, the
-            recipe itself is traced.
+        recipe: the resolved recipe. If the layers of its model are not alike, or if there are only
+            a few layers, the recipe itself is traced.
 
     Returns:
-        The recipes, deepest first, and the function. The function takes the predictions of the
-        recipes in the same order, each with the backward pass in two stretches (see
-        `prediction.predict`).
+        The recipes, deepest first, and the function. The function takes the predictions for these
+        recipes in the same order. In each prediction, the backward pass must be split into two
+        sections (see `stretches` in `prediction.predict`).
     """
     depth = recipe.model.num_hidden_layers
     if depth <= _FEW + 1 or not are_alike(recipe.model):
         return [recipe], lambda found: merged(found[0])
-    # Memory grows linearly with the number of layers. Two shallow models determine the line, whose
-    # slope is the memory added per layer.
+    # Memory grows linearly with the number of layers. The memory added per layer is the difference
+    # between two shallow models.
     steps = depth - _FEW - 1
     return (
         [with_layers(recipe, count) for count in (_FEW + 1, _FEW)],
@@ -459,15 +469,16 @@ def in_fewer_layers(recipe: ResolvedRecipe) -> tuple[list[ResolvedRecipe], Join]
 def few_compiled_layers(
     recipe: ResolvedRecipe,
 ) -> tuple[ResolvedRecipe, ResolvedRecipe, int] | None:
-    """Return the shallow recipes from which `from_graphs` predicts a recipe compiled as a whole.
+    """Return recipes for shallow models, from which `from_graphs` predicts the memory use of a
+    fully compiled model.
 
     Args:
         recipe: the resolved recipe.
 
     Returns:
-        The recipe with few layers, the recipe with one more layer, and the number of layers by
-        which the original recipe exceeds the first of them. None if the layers are not alike, or if
-        the original recipe does not have more layers than the second of them.
+        A recipe with few layers, the same recipe with one more layer, and the number of layers that
+        the original recipe has in addition to the first one. The result is None if the layers are
+        not alike, or if the original recipe does not have more layers than the second recipe.
     """
     depth = recipe.model.num_hidden_layers
     few = _FEW_COMPILED[recipe.efficiency.activation_checkpointing]
@@ -486,24 +497,25 @@ def from_graphs(
     *,
     accumulates: bool = False,
 ) -> MemoryPrediction:
-    """Predict the memory of a compiled model from the memory of a shallow compiled model and from
-    graphs.
+    """Predict the memory use of a compiled model from a shallow compiled model and from the graphs
+    of two shallow models.
 
-    Each prediction has the backward pass in three stretches (see `prediction.predict`).
+    In each prediction, the backward pass must be split into three sections (see `stretches` in
+    `prediction.predict`).
 
     Args:
         fused: prediction for the shallow model, as inductor compiles it.
         graphs: prediction for the same model, with its graphs run operator by operator.
-        more: prediction for the graphs of the model with one more layer.
+        more: prediction for the graphs of a model with one more layer.
         steps: number of layers to add to the shallow model.
-        accumulates: True if gradients of an earlier micro-batch are in memory.
+        accumulates: True if the gradients of an earlier micro-batch are in memory.
 
     Returns:
-        The prediction, with the operators of the graphs.
+        The prediction. Its operators are those of the graphs.
     """
     accumulated = _new_gradients(fused, more) if accumulates else 0
-    # Late in the backward pass, all gradients are in memory, as they are after the pass. If
-    # parameters are updated during the backward pass, no gradients remain afterwards.
+    # Late in the backward pass and after it, all gradients are in memory. If parameters are updated
+    # during the backward pass, no gradients remain afterwards.
     eager = [name for name in ("clipping", "optimizer") if "gradients" in more.phases[name].parts]
     ending = min(eager, key=lambda name: more.phases[name].bytes, default="optimizer")
 
@@ -517,12 +529,12 @@ def from_graphs(
         places[LATE_BACKWARD] = before, _with_more(after, accumulated)
     if MIDDLE_BACKWARD in places:
         early, middle = places["backward"], places[MIDDLE_BACKWARD]
-        # The peak of the graphs is in the middle of the pass with few layers, but early in the pass
-        # with one more layer.
+        # In the graphs with few layers, the peak is in the middle of the backward pass. With one
+        # more layer, it is early in the backward pass.
         if early[0].bytes < middle[0].bytes <= early[1].bytes > middle[1].bytes:
             places["backward"] = middle[0], early[1]
-        # More layers may come before or after the layer with the peak. Use the case that adds more
-        # memory.
+        # The additional layers may come before or after the layer at which the peak occurs. Use the
+        # case that adds more memory.
         ends = (places["backward"], places[LATE_BACKWARD])
         places[MIDDLE_BACKWARD] = max(ends, key=lambda pair: pair[1].bytes - pair[0].bytes)
     phases = {name: _continued(fused.phases[name], *pair, steps) for name, pair in places.items()}
@@ -535,8 +547,8 @@ def from_graphs(
 
 
 def _new_gradients(few: MemoryPrediction, more: MemoryPrediction) -> int:
-    """Return the bytes of one layer's gradients as the backward pass creates them: in the
-    parameters' dtype, and only for trained parameters."""
+    """Return the size in bytes of the gradients of one layer. The backward pass creates gradients
+    in the dtype of the parameters, and only for trained parameters."""
     ends = [found.phases["optimizer"].parts for found in (few, more)]
     return min(ends[1].get(part, 0) - ends[0].get(part, 0) for part in ("weights", "gradients"))
 
@@ -553,8 +565,8 @@ def _continued(peak: PhasePeak, few: PhasePeak, more: PhasePeak, steps: int) -> 
     for name in dict.fromkeys((*peak.parts, *few.parts, *more.parts)):
         each = more.parts.get(name, 0) - few.parts.get(name, 0)
         parts[name] = max(peak.parts.get(name, 0) + each * steps, 0)
-    # The parts of the graphs' peaks may differ from those of `peak`. No part may become negative,
-    # so the resulting excess is subtracted from the largest parts.
+    # The peaks of the graphs may have different parts than `peak`, so the sum can be negative for
+    # some parts. Negative parts are set to 0, and the excess is subtracted from the largest parts.
     excess = sum(parts.values()) - total
     for name in sorted(parts, key=parts.__getitem__, reverse=True):
         taken = min(excess, parts[name])
@@ -564,8 +576,8 @@ def _continued(peak: PhasePeak, few: PhasePeak, more: PhasePeak, steps: int) -> 
 
 
 def _deeper(few: MemoryPrediction, more: MemoryPrediction, steps: int) -> MemoryPrediction:
-    """Return the prediction for `steps` more layers than in `more`, which has one more layer than
-    `few`."""
+    """Return the prediction for a model that has `steps` layers more than the model of `more`. The
+    model of `more` has one layer more than the model of `few`."""
     phases = {name: _line(few.phases[name], more.phases[name], steps) for name in more.phases}
     gaps = [found.reserved_bytes - found.peak_bytes for found in (few, more)]
     found = replace(
@@ -579,8 +591,8 @@ def _deeper(few: MemoryPrediction, more: MemoryPrediction, steps: int) -> Memory
 def _with_phases(
     prediction: MemoryPrediction, phases: dict[str, PhasePeak], gap: int
 ) -> MemoryPrediction:
-    """Return the prediction with the phases of a deep model, whose allocator reserves `gap` bytes
-    beyond the peak."""
+    """Return the prediction for a deep model from the peaks of its phases. The allocator is assumed
+    to reserve `gap` bytes more than the peak."""
     phase = max(phases, key=lambda name: phases[name].bytes)
     peak = phases[phase]
     found = replace(
@@ -589,21 +601,21 @@ def _with_phases(
         phase=phase,
         parts=peak.parts,
         phases=phases,
-        # More layers do not need a larger gap, because each layer reuses memory that the previous
-        # layer freed.
+        # The gap between reserved and allocated memory does not grow with the number of layers,
+        # because each layer reuses memory that the previous layer freed.
         reserved_bytes=peak.bytes + gap,
     )
     return merged(found)
 
 
 def padded_logits_bytes(recipe: ResolvedRecipe, target: Target) -> int:
-    """Return the size in bytes of the padded copy of the logits' gradient that a fully compiled
-    step makes on a GPU. Return 0 if the rows of the logits are multiples of 16 bytes, because no
-    copy is made.
+    """Return the size in bytes of the padded copy of the logits' gradient that is made in a fully
+    compiled step on a GPU. If the size of a row of logits is a multiple of 16 bytes, no copy is
+    made, and the result is 0.
 
-    Inductor pads an operand of a matrix product (`pad_mm`) if its rows are not multiples of 16
-    bytes. On an H100, a step of GPT-2 with 50,257 logits needed exactly this many bytes more than
-    predicted without the copy.
+    Inductor pads an operand of a matrix product (`pad_mm`) if the size of its rows is not a
+    multiple of 16 bytes. On an H100, a step of GPT-2 with 50,257 logits per token needed exactly
+    this many bytes more than was predicted without the copy.
     """
     config = recipe.efficiency
     is_short = config.precision in ("bf16", "fp16")
@@ -616,7 +628,8 @@ def padded_logits_bytes(recipe: ResolvedRecipe, target: Target) -> int:
 
 
 def with_temporary(prediction: MemoryPrediction, phase: str, size: int) -> MemoryPrediction:
-    """Return the prediction with a temporary tensor of `size` bytes at the peak of a phase."""
+    """Return the prediction with a temporary tensor of `size` bytes added at the peak of a
+    phase."""
     if not size or phase not in prediction.phases:
         return prediction
     peak = prediction.phases[phase]
@@ -626,8 +639,8 @@ def with_temporary(prediction: MemoryPrediction, phase: str, size: int) -> Memor
 
 
 def merged(prediction: MemoryPrediction) -> MemoryPrediction:
-    """Return the prediction with the backward pass as one phase."""
-    # The stretches are only needed for extrapolation. A plan shows one backward pass.
+    """Return the prediction with all sections of the backward pass merged into one phase."""
+    # The sections are only needed for extrapolation. A plan shows a single backward phase.
     phases = dict(prediction.phases)
     later = [phases.pop(name) for name in (MIDDLE_BACKWARD, LATE_BACKWARD) if name in phases]
     if later:
@@ -638,9 +651,10 @@ def merged(prediction: MemoryPrediction) -> MemoryPrediction:
 
 
 def are_alike(config: ModelConfig) -> bool:
-    """Return True if all layers attend to the same number of tokens, and all or none have
-    experts."""
-    # GPT-2 can scale the scores of each layer by a different factor, which does not affect memory.
+    """Return True if all layers attend to the same number of tokens, and if either all layers or no
+    layers have experts."""
+    # GPT-2 can scale the attention scores of each layer by a different factor. This does not affect
+    # the memory use.
     kinds = {
         (replace(config.attention_spec(i), scale=None), config.has_experts(i))
         for i in range(config.num_hidden_layers)
@@ -664,21 +678,22 @@ def with_layers(recipe: ResolvedRecipe, count: int) -> ResolvedRecipe:
 def at_depth(
     few: Sequence[OperatorCount], more: Sequence[OperatorCount], steps: int
 ) -> list[OperatorCount]:
-    """Return the operators of a deep model from those of two shallow models.
+    """Return the operators of a deep model, extrapolated from the operators of two shallow models.
 
     Args:
-        few: counts of the model with fewer layers.
-        more: counts of the model with one more layer.
+        few: operators of the model with fewer layers, with their numbers of calls.
+        more: operators of the model with one more layer, with their numbers of calls.
         steps: number of layers that the deep model has beyond `more`.
     """
     before = {entry.operator: entry.count for entry in few}
     found = []
     for entry in more:
         each = entry.count - before.get(entry.operator, 0)
-        # An operator on lists of all parameters occurs once, with longer lists.
+        # An operator that is called on lists of all parameters is called once in any model. In
+        # deeper models, the lists are longer.
         is_list = not entry.operator.outputs and entry.operator not in before
-        # The calls that one more layer adds occur once per additional layer; all other calls occur
-        # as often as in the shallow models.
+        # The calls that belong to one layer are repeated for each additional layer. All other calls
+        # occur as often as in the shallow models.
         count = entry.count if is_list else entry.count + max(each, 0) * steps
         found.append(OperatorCount(entry.operator, count))
         if is_list:
@@ -689,15 +704,15 @@ def at_depth(
 def _longer_lists(
     entry: OperatorCount, few: Sequence[OperatorCount], steps: int
 ) -> list[OperatorCount]:
-    """Return the operators that a list operator of the shallow model adds in a deeper model: one
-    call per additional layer, on that layer's tensors."""
+    """Return the operators that represent a list operator in the additional layers of a deeper
+    model. There is one call per additional layer, on the tensors of that layer."""
     one = entry.operator
     like = [e.operator for e in few if (e.operator.name, e.operator.phase) == (one.name, one.phase)]
     lists = LISTS.get(one.base_name, 1)
     for other in like:
         pairs = zip(_equal_parts(one.inputs, lists), _equal_parts(other.inputs, lists), strict=True)
-        # The lists are subtracted one by one, in the same order, so that the tensors of one
-        # parameter stay together.
+        # The lists are subtracted separately and in the same order, so that the tensors that belong
+        # to one parameter stay at the same index.
         added = [tuple((Counter(more) - Counter(less)).elements()) for more, less in pairs]
         inputs = tuple(layout for part in added for layout in part)
         if inputs and len(inputs) == len(one.inputs) - len(other.inputs):

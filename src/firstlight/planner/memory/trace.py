@@ -1,10 +1,10 @@
-"""A trace of code that runs on fake tensors: the operators that the code calls, and the storages
-that it creates, with their lifetimes.
+"""Trace code that runs on fake tensors. A trace contains the operators that the code calls, and the
+storages that it creates, with their lifetimes.
 
 With torch's `FakeTensorMode`, the outputs of operators have shapes but no memory. `Tracer`, a
 dispatch mode on top of it, records when each storage is created and freed, on a clock that ticks
-once per operator. The storages in memory at each tick, and their parts, are computed afterwards
-(`prediction.py`), so that tracing costs only a dictionary look-up per tensor.
+once per operator. Tracing only takes a dictionary look-up per tensor, because the memory in use at
+each tick is computed afterwards in `prediction.py`.
 
 A storage that operator k creates and that is freed before operator k + 1 begins is alive only at
 tick k. The trace does not contain the memory that kernels allocate internally; see `kernels.py`.
@@ -37,9 +37,9 @@ _COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
 #: Value of `death` for a storage that is alive at the end of the trace.
 ALIVE = 2**62
 
-#: Values that are returned when code reads a number from a fake tensor, which has no data. The
-#: value with key True is for floating-point dtypes, and the value with key False is for all other
-#: dtypes. Both values are small and finite.
+#: Numbers that are returned when code reads a number from a fake tensor, which has no data. The key
+#: is True for floating-point dtypes and False for all other dtypes. The numbers are small and
+#: finite.
 _READ_VALUES = {True: 0.5, False: 1}
 
 
@@ -52,7 +52,8 @@ class Storage:
         birth, death: first and last tick at which the storage is alive.
         phase: phase in which it was created; "" before the first phase.
         part: kind of the storage's content, one of `prediction.PARTS`; "" until it is known.
-        recomputed: True if the backward pass created it by recomputing a forward pass.
+        recomputed: True if the storage was created when the backward pass recomputed a part of the
+            forward pass.
     """
 
     size: int
@@ -70,11 +71,13 @@ class Trace:
     Attributes:
         storages: storages in the order of their creation.
         operators: distinct operators in the order of their first call.
-        calls: index in `operators` at each tick.
-        phases: index in `phase_names` at each tick.
+        calls: for each tick, the index of the called operator in `operators`.
+        phases: for each tick, the index of the current phase in `phase_names`.
         segments: (first tick, last tick) of each forward pass that autograd records.
-        recomputations: (first tick, last tick) of each forward pass that a backward pass repeats.
-        host_bytes: peak bytes that were moved from the device to the host's memory.
+        recomputations: (first tick, last tick) of each recomputed forward pass within a backward
+            pass.
+        host_bytes: peak size in bytes of the tensors that were moved from the device to host
+            memory.
         notes: assumptions of the prediction, as shown to the user.
     """
 
@@ -93,7 +96,8 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """A dispatch mode that records the operators called in its context. The operators must run on
     fake tensors.
 
-    Use `phase` for each phase of a step, and `mark` for storages whose part is known.
+    Use `phase` to label each phase of a step, and `mark` to label storages whose kind of content is
+    known, such as weights.
 
     Attributes:
         trace: the trace so far.
@@ -101,8 +105,8 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @classmethod
     def is_infra_mode(cls) -> bool:
-        """Return True, so that torch's compiler ignores this mode and runs code compiled
-        earlier."""
+        """Return True, so that torch's compiler ignores this mode and runs code that has already
+        been compiled."""
         return True
 
     def __init__(self) -> None:
@@ -116,8 +120,8 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._host = 0
         self._is_paused, self._is_inside = False, False
         self._part = ""
-        # Recomputation in compiled code uses higher-order operators, which torch rejects in modes
-        # without this attribute.
+        # Activation checkpointing in compiled code uses higher-order operators, which torch rejects
+        # in modes without this attribute.
         self.supports_higher_order_operators = True
         self.enter_phase("setup")
 
@@ -139,7 +143,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @property
     def tick(self) -> int:
-        """The tick of the last operator; -1 before the first operator."""
+        """The tick of the last operator, or -1 before the first operator."""
         return len(self.trace.calls) - 1
 
     @contextlib.contextmanager
@@ -182,21 +186,21 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._part = before
 
     def mark(self, tensors: Iterable[Tensor | None], part: str) -> None:
-        """Set the part of the tensors' storages. Storages that were not recorded yet are recorded
-        as created now."""
+        """Assign a part to the storages of the tensors. Storages that were not recorded yet are
+        recorded as if they were created now."""
         for tensor in tensors:
             for plain in _plain_tensors(tensor):
                 self._storage_for(plain).part = part
 
     def start_again(self) -> None:
-        """Discard the trace so far. A live storage is recorded again once it is marked or an
-        operator returns it."""
+        """Discard the trace so far. A storage that is still alive is recorded again when it is
+        marked or returned by an operator."""
         self.trace = Trace(phase_names=self.trace.phase_names)
         for storages in (self._known, self._watched, self._keys):
             storages.clear()
 
     def move_to_host(self, size: int) -> None:
-        """Add `size` bytes to the host's memory; a negative size subtracts them."""
+        """Add `size` bytes to the host memory in use. A negative size is subtracted."""
         self._host += size
         self.trace.host_bytes = max(self.trace.host_bytes, self._host)
 
@@ -209,19 +213,19 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         if self._is_paused:
             return func(*args, **kwargs)
-        # Reading `tensor.device` is also dispatched, but does not launch a kernel.
+        # Reading `tensor.device` is also dispatched to this mode, but it does not launch a kernel.
         if func is _PRIM_DEVICE and type(args[0]) is FakeTensor:
             return args[0].fake_device
         if func is _aten._local_scalar_dense.default:
             return _READ_VALUES[args[0].is_floating_point()]
         if any(is_traceable_wrapper_subclass(kind) for kind in types if kind is not FakeTensor):
-            # The subclass's own code runs first, and calls operators on its inner tensors.
+            # The code of the tensor subclass runs first. It calls operators on the inner tensors.
             return NotImplemented
-        # Autograd decomposes composite operators. If autograd is not active, these operators reach
-        # this mode undecomposed.
+        # Composite operators are decomposed by autograd. If autograd is not active, they reach this
+        # mode undecomposed.
         if (torch.is_inference_mode_enabled() or self._is_inside) and _is_composite(func):
-            # `func.decompose` is not used, because its Python code makes copies in some operators
-            # that the kernel does not make.
+            # `func.decompose` is not used. For some operators, its Python code makes copies that
+            # the real kernel does not make.
             with self:
                 return func._op_dk(_COMPOSITE, *args, **kwargs)
         inner = _implementation(func) if isinstance(func, OpOverload) else None
@@ -238,8 +242,9 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
     def _is_sum_of_gradients(self, args: tuple[Any, ...]) -> bool:
-        """Return True if autograd adds the gradients of a weight that is used twice, such as an
-        embedding that is also the head. It adds real gradients in place, but not fake gradients."""
+        """Return True if this call adds the gradients of a weight that is used twice, such as an
+        embedding that is tied to the head. Autograd adds real gradients in place, but it allocates
+        a new tensor for the sum of fake gradients."""
         if not self._phase.startswith("backward") or torch.is_grad_enabled():
             return False
         node = torch._C._current_autograd_node()
@@ -251,8 +256,8 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _trace_inside(
         self, inner: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Run an operator's Python code below autograd, and trace the operators that the code
-        calls."""
+        """Run the Python code of an operator without autograd, and trace the operators that the
+        code calls."""
         before, self._is_inside = self._is_inside, True
         try:
             with self:
@@ -264,8 +269,8 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         inputs = tuple((t.shape, t.dtype) for t in _tensors_in((args, kwargs)))
         outputs = tuple((t.shape, t.dtype) for t in _tensors_in(result))
         options = _options(func, args)
-        # Identical calls share one entry, because even a step with hundreds of layers has few
-        # distinct calls.
+        # Identical calls share one entry. Even a step with hundreds of layers has few distinct
+        # calls.
         key = (func, self._phase_index, inputs, outputs, options)
         index = self._keys.get(key)
         if index is None:
@@ -285,8 +290,8 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.trace.phases.append(self._phase_index)
 
     def _follow_recomputation(self) -> None:
-        """Record the ticks of recomputed forward passes. During a backward pass, gradients are
-        enabled only in recomputed forward passes, not in autograd's formulas."""
+        """Record the ticks of recomputed forward passes. They are detected by the grad mode, which
+        a backward pass enables only while it recomputes a forward pass."""
         tick = len(self.trace.calls)
         if self._phase.startswith("backward") and torch.is_grad_enabled():
             if self._recomputed_since < 0:
@@ -299,21 +304,22 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _storage_for(self, tensor: Tensor) -> Storage:
         storage = tensor.untyped_storage()
-        # A tensor and its views share the C++ storage, but not its Python object.
+        # A tensor and its views have the same C++ storage, but different Python objects for this
+        # storage.
         identity = storage._cdata
         known = self._known.get(identity)
         if known is None:
             known = Storage(storage.nbytes(), max(self.tick, 0), self._phase, self._part)
-            # A recomputed tensor is freed within the backward pass of its layer.
+            # A recomputed tensor is freed during the backward pass of its layer.
             known.recomputed = self._recomputed_since >= 0
             self._known[identity] = known
-            # The callback runs when the last tensor that uses the storage is gone.
+            # The callback runs when the last tensor that uses the storage is deleted.
             self._watched[identity] = weakref.ref(storage, partial(self._forget, identity))
             self.trace.storages.append(known)
         return known
 
     def _forget(self, identity: int, _: object) -> None:
-        # The address can be reused from here on, so another storage may get the same identity.
+        # From now on, the address can be reused, so a different storage may get the same identity.
         self._known.pop(identity).death = self.tick
         del self._watched[identity]
 
@@ -327,8 +333,8 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self.trace
 
 
-#: Custom operators of this package whose Python code is traced, because of its large temporaries.
-#: For other custom operators, a trace contains only the shapes of the outputs.
+#: Custom operators of this package whose Python code is traced, because it creates large temporary
+#: tensors. For all other custom operators, a trace contains only the outputs.
 _TRACED_INSIDE = (
     "firstlight::linear_cross_entropy",
     "firstlight::nf4_linear",
@@ -358,8 +364,8 @@ def _tensors_in(value: Any) -> Iterator[Tensor]:
 
 
 def _plain_tensors(tensor: Any) -> Iterator[Tensor]:
-    """Yield the inner tensors of a wrapper subclass, or the tensor itself if it is not a
-    wrapper."""
+    """Yield the inner tensors of a tensor that is a wrapper subclass. Yield the tensor itself if it
+    is a plain tensor."""
     if tensor is None:
         return
     if is_traceable_wrapper_subclass(tensor):
@@ -371,8 +377,8 @@ def _plain_tensors(tensor: Any) -> Iterator[Tensor]:
 
 
 def _options(func: Any, args: tuple[Any, ...]) -> str:
-    """Return the properties of a call that affect its kernel's memory, other than shapes and
-    dtypes."""
+    """Return the properties of a call, other than shapes and dtypes, that affect the memory
+    allocated by the kernel."""
     if func is _ATTENTION_BACKWARD and not args[0].transpose(1, 2).is_contiguous():
         return "copies the gradient"
     if func in _PRODUCTS and args[_PRODUCTS[func]].stride(-1) != 1:
@@ -382,7 +388,7 @@ def _options(func: Any, args: tuple[Any, ...]) -> str:
 
 _ATTENTION_BACKWARD = _aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 
-#: Index of the first factor among the arguments of each matrix product.
+#: For each matrix product operator, the index of the first factor among its arguments.
 _PRODUCTS = {
     _aten.mm.default: 0,
     _aten.mm.out: 0,

@@ -1,2 +1,2 @@
-"""Plan runs for a machine: estimate candidate settings, search for the best settings, and suggest a
-model for a budget."""
+"""Plan runs for a machine. A plan estimates candidate settings, searches for the best settings, and
+suggests a model for a budget."""

@@ -1,4 +1,5 @@
-"""The planner in `firstlight train`: forecasts, advice, and `--plan auto`."""
+"""Use the planner in `firstlight train` for forecasts, for advice after a run ran out of memory,
+and for `--plan auto`."""
 
 from __future__ import annotations
 
@@ -28,8 +29,8 @@ from firstlight.recipe import Recipe, ResolvedRecipe, parse_recipe, parse_resolv
 from firstlight.training.forecast import Forecast
 from firstlight.training.micro_batch_trials import Trial, try_rows
 
-#: Changes that `advice` tries, in this order. Each change reduces the memory of activations or
-#: logits.
+#: Changes to the recipe that `advice` tries in this order. Each change reduces the memory used for
+#: activations or logits.
 _ADVICE = ("chunked loss", "activation checkpointing, selective", "activation checkpointing, full")
 
 _GIB = 2**30
@@ -42,15 +43,14 @@ def forecast_run(recipe: ResolvedRecipe, hardware: Hardware, processes: int) -> 
         return None
     found = estimate(recipe, machine)
     if machine.gpu is None and recipe.schedule.max_minutes is not None:
-        # The speed is needed because the warm-up is a fraction of the number of steps that fit in
-        # the time budget.
+        # The speed is required, because the warm-up is a fraction of the number of steps that fit
+        # in the time budget.
         found = Estimator().timed(found, machine)
     return forecast_from(found)
 
 
 def forecast_from(found: Estimate) -> Forecast | None:
-    """Convert an estimate to the forecast of a run. Return None if the estimate's memory is
-    unknown."""
+    """Convert an estimate to the forecast of a run. Return None if the memory use is unknown."""
     if not found.phases:
         return None
     phase, peak = found.peak
@@ -65,8 +65,8 @@ def forecast_from(found: Estimate) -> Forecast | None:
 
 
 def measure(request: dict[str, Any]) -> dict[str, Any]:
-    """Return the forecast, advice or plan that the request specifies. See `hardware.fresh_process`,
-    which calls this function in a separate process."""
+    """Return a forecast, advice or a plan, as specified by the request. `hardware.fresh_process`
+    calls this function in a separate process."""
     hardware = find_hardware(request["device"])
     if request["what"] == "plan":
         return _plan(parse_recipe(request["recipe"]), hardware, request["init_from"])
@@ -101,8 +101,9 @@ def advice(recipe: ResolvedRecipe, hardware: Hardware, processes: int) -> str | 
     good = [one for one in tried if one.training is not None]
     if not good:
         return text
-    # If the recipe fits according to its estimate, less memory is free than reported. In this case,
-    # suggest the change that saves the most memory.
+    # If the recipe fits in memory according to its estimate although the run ran out of memory,
+    # less memory is available than was reported. In this case, suggest the change that saves the
+    # most memory.
     fitting = [] if first.fits else [one for one in good if one.fits]
     best = max(fitting, key=_rate) if fitting else min(good, key=lambda one: one.needed_bytes)
     (option,) = (f"{key} {value}" for key, value in best.changes.items())
@@ -119,8 +120,8 @@ def _rate(one: Estimate) -> float:
 
 def _this_machine(hardware: Hardware, processes: int) -> Machine | None:
     machine = find_machine()
-    # If the run uses a different kind of device than the planner detects, a forecast would be
-    # wrong.
+    # The forecast would be wrong if the planner detected a different kind of device than the run
+    # uses.
     if machine.target.kind != hardware.device.type:
         return None
     return dataclasses.replace(machine, count=processes)
@@ -138,8 +139,8 @@ def _plan(recipe: Recipe, hardware: Hardware, init_from: str | None) -> dict[str
 def planned_elsewhere(
     recipe: Recipe, hardware: Hardware, tell: Callable[[str], None], init_from: str | None = None
 ) -> Recipe:
-    """Call `planned_recipe` in a separate process, so that memory left behind by planning is not
-    counted as memory of the run.
+    """Call `planned_recipe` in a separate process, so that memory that planning does not free is
+    not counted as memory of the run.
 
     Args:
         recipe, hardware, tell, init_from: arguments of `planned_recipe`.
@@ -150,7 +151,7 @@ def planned_elsewhere(
     """
     request = {
         "what": "plan",
-        # Pass only the keys that were set, because the plan may choose all other keys.
+        # Pass only the keys that were set, because the plan can choose values for all other keys.
         "recipe": recipe.model_dump(mode="json", exclude_unset=True),
         "device": str(hardware.device),
         "init_from": init_from,
@@ -174,12 +175,12 @@ def planned_recipe(
     Args:
         recipe: the recipe as written.
         hardware: device to run on.
-        tell: called with a message about the result.
+        tell: function that is called with a message about the result.
         init_from: folder of the initial model.
 
     Raises:
-        ConfigError: the recipe can't be planned, or no settings fit. If no settings fit, the
-            message names the nearest settings that would.
+        ConfigError: the recipe can't be planned, or no settings fit in memory. In the second case,
+            the message names the nearest settings that would fit.
     """
     machine = _this_machine(hardware, 1)
     if machine is None:
@@ -196,8 +197,8 @@ def planned_recipe(
         nearest = f"; these would fit: {', '.join(names)}" if names else ""
         raise ConfigError(f"none of the plan's candidates fits into this machine's memory{nearest}")
     found = _corrected(best, machine, hardware, tell)
-    # With `init_from`, the config of the model and the settings of an adapter are read from that
-    # folder, so these sections of the recipe are kept as written.
+    # With `init_from`, the run reads the model config and the adapter settings from the model
+    # folder. The corresponding sections of the recipe are therefore kept as written.
     kept: dict[str, Any] = {"model": recipe.model}
     if recipe.lora is not None:
         kept["lora"] = recipe.lora
@@ -207,11 +208,11 @@ def planned_recipe(
 def _corrected(
     best: Estimate, machine: Machine, hardware: Hardware, tell: Callable[[str], None]
 ) -> ResolvedRecipe:
-    """Return the candidate's recipe with a micro-batch size that was confirmed by a trial of two
+    """Return the recipe of a candidate with a micro-batch size that was confirmed by a trial of two
     steps."""
     assert best.training is not None
     recipe = best.recipe
-    # A trial does not save checkpoints.
+    # Checkpoints are disabled in trials.
     copied = best.training.parts.get("checkpoint_copy", 0)
     tried = best.training.peak_bytes - copied
     sizes = list(micro_batches(recipe, machine))
@@ -246,8 +247,8 @@ def _corrected(
 
 
 def _try(recipe: ResolvedRecipe, machine: Machine, hardware: Hardware, size: int) -> Trial | None:
-    """Run two steps with the recipe's global batch, split into micro-batches of `size` sequences.
-    Return None if memory ran out."""
+    """Run two steps with the recipe's global batch size, divided into micro-batches of `size`
+    sequences. Return None if memory ran out."""
     try:
         return try_rows(_cut(recipe, machine, size), hardware, size)
     except FirstlightError as error:

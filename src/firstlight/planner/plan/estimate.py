@@ -1,5 +1,5 @@
-"""Estimate the memory and speed of candidate settings and of single methods, search for the best
-candidate, and explain the settings of a plan."""
+"""Estimate the memory use and speed of candidate settings and of individual methods, search for the
+best candidate, and explain the settings of a plan."""
 
 from __future__ import annotations
 
@@ -42,12 +42,13 @@ from firstlight.recipe import Recipe, ResolvedRecipe
 from firstlight.recipe.conflicts import require_combination
 from firstlight.recipe.resolve import attention_backend, open_compile_modes
 
-#: Once an `Estimator` has timed steps for _TIMING_SECONDS, it stops timing candidates. Once it has
-#: timed steps for _METHODS_SECONDS, it stops timing the methods in the plan's table of methods.
+#: An `Estimator` stops timing candidates once it has timed steps for _TIMING_SECONDS in total. It
+#: stops timing the methods in the plan's table of methods once it has timed steps for
+#: _METHODS_SECONDS in total.
 _TIMING_SECONDS, _METHODS_SECONDS = 60.0, 30.0
 
-#: Duration of a run, in minutes, above which the ten seconds for tracing its compiled step are
-#: negligible.
+#: For runs that are longer than this number of minutes, the ten seconds for tracing the compiled
+#: step are negligible.
 _TRACED_MINUTES = 10.0
 
 _GIB = 2**30
@@ -55,17 +56,17 @@ _GIB = 2**30
 
 @dataclass(frozen=True)
 class Candidate:
-    """Candidate settings for a run.
+    """A candidate for the settings of a run.
 
     Attributes:
         recipe: the resolved recipe.
         machine: the machine to run on.
         name: short description, as shown to the user.
-        changes: recipe keys (`section.key`) that the candidate sets, and their values.
+        changes: values of the recipe keys that this candidate changes, keyed by `section.key`.
         evaluates: True to include the memory of evaluations.
-        compiles: True to predict the memory of the compiled step if the recipe compiles (this
-            prediction takes at least ten seconds); False to predict the memory of the step without
-            torch.compile.
+        compiles: True to predict the memory use of the compiled step if the recipe enables
+            torch.compile; this prediction takes at least ten seconds. False to predict the memory
+            use without torch.compile.
     """
 
     recipe: ResolvedRecipe
@@ -83,18 +84,17 @@ class Estimate:
     Attributes:
         name, changes: attributes of the candidate; see `Candidate`.
         recipe: the recipe with `changes` applied; without them if they are invalid.
-        training, evaluation: predicted memory per device during training, and during an evaluation
-            with its sample texts; see `in_a_run`.
+        training, evaluation: predicted memory use per device, first during training and then during
+            an evaluation including sample texts; see `in_a_run`.
         speed: training speed, predicted for a GPU in the table or timed on this machine; None if
             unknown.
         usable_bytes: memory per device that a run can use, in bytes.
         problem: the reason why the candidate is invalid; "" if it is valid.
-        is_bound: True if `training` is the memory of the step without torch.compile, which is
-            usually an upper bound for the compiled step.
-        compile_gain: predicted speed of a compiled recipe relative to the speed without
-            torch.compile; 1 if unknown.
-        traced: prediction for one process's step, including the operators from which `speed` is
-            computed. It is set to None once `speed` has been computed.
+        is_bound: True if the recipe enables torch.compile but `training` is the memory use without
+            it, which is usually an upper bound.
+        compile_gain: predicted speed-up from torch.compile if the recipe enables it; 1 if unknown.
+        traced: prediction for the step of a single process, including the operators from which
+            `speed` is computed. It is None once `speed` has been computed.
     """
 
     name: str
@@ -117,12 +117,13 @@ class Estimate:
 
     @property
     def peak(self) -> tuple[str, PhasePeak]:
-        """Name of the phase with the highest peak, and the memory in use at this peak."""
+        """Name of the phase with the highest peak, and the memory in use at that peak."""
         return max(self.phases.items(), key=lambda phase: phase[1].bytes)
 
     @property
     def needed_bytes(self) -> int:
-        """Bytes per device required for training, evaluations and saves."""
+        """Memory in bytes that each device needs for training, evaluations and saving
+        checkpoints."""
         return max((p.total_bytes for p in (self.training, self.evaluation) if p), default=0)
 
     @property
@@ -132,9 +133,9 @@ class Estimate:
 
     @property
     def may_fit_compiled(self) -> bool:
-        """True if the candidate could fit with torch.compile. Only the memory that does not depend
-        on compilation is considered: the memory of evaluations, and the weights, gradients and
-        optimizer states during the update."""
+        """True if the candidate could fit in memory with torch.compile. Only memory that does not
+        depend on compilation is considered. This is the memory use of evaluations, and the memory
+        of weights, gradients and optimizer states during the update."""
         if not self.is_bound or self.training is None:
             return False
         peak = self.training.phases.get("optimizer")
@@ -145,12 +146,12 @@ class Estimate:
 
     @property
     def tokens_per_second(self) -> Range | None:
-        """Combined speed of all devices; None if unknown."""
+        """Total training speed of all devices; None if unknown."""
         return None if self.speed is None else self.speed.tokens_per_second
 
     def to_json(self) -> dict[str, Any]:
         """Return the estimate as JSON values, without the recipe. The speed is omitted if the
-        candidate does not fit."""
+        candidate does not fit in memory."""
         return {
             "name": self.name,
             "changes": dict(self.changes),
@@ -170,7 +171,7 @@ class Estimator:
 
     Args:
         workers: processes that trace the candidates; None to trace in this process.
-        tell: called with a message about each estimate.
+        tell: function that is called with a message about each estimate.
     """
 
     def __init__(
@@ -184,13 +185,13 @@ class Estimator:
         self._timing_seconds = 0.0
 
     def estimate(self, candidate: Candidate) -> Estimate:
-        """Return the estimate for one candidate. For a CPU, the estimate has no speed, which
-        `timed` adds."""
+        """Return the estimate for one candidate. For a CPU, the speed is missing and must be added
+        with `timed`."""
         return self._with_speed(_memory_estimate(candidate, self._workers), candidate)
 
     def estimate_all(self, candidates: Sequence[Candidate]) -> Iterator[Estimate]:
-        """Yield the estimates for several candidates in the given order, each as soon as it becomes
-        available. For each estimate, call `tell` with the candidate's name."""
+        """Yield the estimates for several candidates in the given order, as soon as they become
+        available. For each estimate, call `tell` with the name of the candidate."""
         traced = self._workers.map(_memory_estimate, [(candidate,) for candidate in candidates])
         for estimate, candidate in zip(traced, candidates, strict=True):
             found = self._with_speed(estimate, candidate)
@@ -213,8 +214,8 @@ class Estimator:
                 gain = plain.step_seconds.expected / speed.step_seconds.expected
         except FirstlightError as error:
             return dataclasses.replace(estimate, problem=str(error))
-        # Estimates stay in memory until the plan is shown, so their thousands of operators are
-        # discarded here.
+        # Estimates are kept until the plan is shown, so their thousands of operators are discarded
+        # here to save memory.
         return dataclasses.replace(estimate, speed=speed, compile_gain=gain, traced=None)
 
     def timed(
@@ -222,9 +223,9 @@ class Estimator:
     ) -> Estimate:
         """Return the estimate with its speed measured by timing steps.
 
-        The estimate is returned unchanged if it does not fit, if it is not for a single device of
-        this machine, or if timing has already taken more than `most_seconds`. The workers must be
-        idle.
+        The estimate is returned unchanged if the candidate does not fit in memory, if it is not for
+        a single device of this machine, or if timing has already taken more than `most_seconds`.
+        The worker processes must be idle during this call.
         """
         if not (_is_timed(machine) and estimate.fits) or _is_offloaded(estimate.recipe):
             return estimate
@@ -250,15 +251,15 @@ def _is_timed(machine: Machine) -> bool:
 
 
 def _is_offloaded(recipe: ResolvedRecipe) -> bool:
-    """Return True if a single-process run does not keep its state on the device, unlike a timed
-    step."""
+    """Return True if a run with one process does not keep its weights and optimizer state on the
+    device. Its steps can't be timed, because timed steps keep them on the device."""
     engine = named_engine(recipe.distributed)
     return engine.updates_itself or recipe.distributed.offload != "none"
 
 
 def estimate(recipe: ResolvedRecipe, machine: Machine, *, evaluates: bool = True) -> Estimate:
-    """Estimate an unchanged recipe in this process, without timing steps. For a short compiled run,
-    the memory is that of the step without torch.compile, which is usually an upper bound.
+    """Estimate an unchanged recipe in this process, without timing steps. For a short run with
+    torch.compile, predict the memory use without torch.compile, which is usually an upper bound.
 
     Args:
         recipe: the resolved recipe.
@@ -284,8 +285,8 @@ def _memory_estimate(candidate: Candidate, workers: WorkerProcesses | None = Non
         )
         part = own_part(recipe, machine.count)
         compiles = recipe.efficiency.compile
-        # The trace of a compiled step does not contain kernels, so the speed is predicted from the
-        # uncompiled step.
+        # A trace of a compiled step does not contain the compiled kernels, so the speed is
+        # predicted from a step without torch.compile.
         plain = uncompiled(part) if compiles else part
         jobs = [training_job(plain, machine.target)]
         if compiles and candidate.compiles:
@@ -301,7 +302,7 @@ def _memory_estimate(candidate: Candidate, workers: WorkerProcesses | None = Non
             evaluation = of_one_rank(found[-1], recipe, machine.count, on_cpu=on_cpu)
         training, evaluation = in_a_run(training, evaluation, recipe, machine)
     except TrainingError:
-        # The failure of a worker process does not mean that the candidate is invalid.
+        # If a worker process fails, the candidate is not necessarily invalid.
         raise
     except FirstlightError as error:
         return Estimate(*known, recipe, usable_bytes=machine.usable_bytes, problem=str(error))
@@ -328,12 +329,12 @@ def in_a_run(
     recipe: ResolvedRecipe,
     machine: Machine,
 ) -> tuple[MemoryPrediction, MemoryPrediction | None]:
-    """Return the predictions for training and evaluation, with the memory added that a run needs
+    """Return the predictions for training and evaluation after adding the memory that a run needs
     outside of steps and evaluations. The prediction for evaluation also gets a "save" phase and, if
     checkpoints are averaged, an "averaging" phase.
 
-    On a CPU, a checkpoint that is written in the background needs a copy of the state, whose memory
-    stays allocated after the first save. With a GPU, this copy is in the host's memory.
+    A checkpoint that is written in the background needs a copy of the state. On a CPU, the memory
+    of this copy stays allocated after the first save. On a GPU, the copy is in host memory.
 
     Args:
         training, evaluation: predictions for one process; `evaluation` may be None.
@@ -342,7 +343,7 @@ def in_a_run(
     """
     engine = engine_of(recipe, machine.count)
     if evaluation is not None and engine.keeps_buckets:
-        # DDP's buckets, which together are as large as the gradients, stay allocated between steps.
+        # DDP's buckets stay allocated between steps. Together, they are as large as the gradients.
         buckets = max(peak.parts.get("gradients", 0) for peak in training.phases.values())
         evaluation = with_peaks(evaluation, lambda _, peak: _with(peak, gradients=buckets))
     if machine.target.kind != "cpu":
@@ -352,7 +353,7 @@ def in_a_run(
     state = {name: size for name, size in between.parts.items() if name in kept}
     copied, gathered = _copied_bytes(state, recipe), 0
     if engine.updates_itself:
-        # DeepSpeed keeps more state in memory than is saved. Before saving, the main process
+        # DeepSpeed keeps more state in memory than it saves. Before saving, the main process
         # gathers the moments and, in stage 3, the weights.
         weights = 4 * count_parameters(meta_model(recipe.model)).total
         gathered = state.get("optimizer_states", 0) * machine.count
@@ -362,15 +363,15 @@ def in_a_run(
     elif engine.shards_state:
         # The main process writes the shards of all processes.
         copied *= copies_of(recipe, machine.count)
-    # The same condition as in `CheckpointSaver`: a checkpoint is written in the background if a
-    # copy of the state fits in half of the memory that is free at the first save.
+    # This is the same condition as in `CheckpointSaver`. Checkpoints are written in the background
+    # if a copy of the state fits in half of the memory that is free at the first save.
     asynchronous = recipe.checkpoint.asynchronous
     if asynchronous is None:
         asynchronous = 2 * copied <= machine.usable_bytes - sum(state.values())
     if not asynchronous or recipe.checkpoint.sharded:
         copied = 0
     every, steps = recipe.checkpoint.every_steps, recipe.schedule.max_steps
-    # A run with a time budget also saves between these steps.
+    # A run with a time budget also saves checkpoints between these steps.
     saves_between = every and (recipe.schedule.max_minutes or steps is None or every < steps)
     copy = copied if saves_between else 0
     training = with_peaks(training, lambda _, peak: _with(peak, checkpoint_copy=copy))
@@ -380,48 +381,49 @@ def in_a_run(
         name: _with(peak, checkpoint_copy=copy) for name, peak in evaluation.phases.items()
     } | {"save": _with(PhasePeak(0, state), checkpoint_copy=copied + gathered)}
     if recipe.checkpoint.average_last:
-        # The averaged weights are evaluated before they are written. At that time, the copies made
-        # for checkpoints have already been freed.
+        # The averaged weights are evaluated before they are written. By then, the copies that were
+        # made for checkpoints have been freed.
         averaged = 4 * count_parameters(meta_model(recipe.model)).total
         phases["averaging"] = _with(between, averaged_weights=averaged)
     return training, with_peaks(dataclasses.replace(evaluation, phases=phases), lambda _, p: p)
 
 
 def _copied_bytes(state: Mapping[str, int], recipe: ResolvedRecipe) -> int:
-    """Return the bytes of the state in a checkpoint: fp32 weights and moments."""
+    """Return the size in bytes of the state that a checkpoint contains, which consists of fp32
+    weights and the optimizer's moments."""
     weights, states = state.get("weights", 0), state.get("optimizer_states", 0)
     if recipe.lora is not None:
-        # Only the adapters are saved: their two moments, and their weights, which are half as large
-        # as the moments.
+        # With LoRA, only the adapters are saved. Their weights are half as large as their two
+        # moments together.
         return states + states // 2
-    # The optimizer's states include the master weights; the bf16 weights are not saved.
+    # The optimizer states include the master weights. The bf16 weights are not saved.
     return states if recipe.efficiency.precision == "bf16_params" else weights + states
 
 
 def _with(peak: PhasePeak, **more: int) -> PhasePeak:
-    """Return the peak with some of its parts set to new sizes. Sizes of 0 are ignored."""
+    """Return a copy of the peak in which some parts have new sizes. New sizes of 0 are ignored."""
     parts = peak.parts | {name: size for name, size in more.items() if size}
     return PhasePeak(sum(parts.values()), parts)
 
 
 def sequences_per_step(recipe: ResolvedRecipe, machine: Machine) -> int:
-    """Return the number of sequences that each group of devices sharing one copy of the model
-    processes per optimizer step."""
+    """Return the number of sequences per optimizer step for each copy of the model."""
     tokens = recipe.batch.global_batch_tokens
     if tokens is not None:
         return max(tokens // recipe.data.seq_len // copies_of(recipe, machine.count), 1)
     return recipe.batch.micro_batch_size * (recipe.batch.gradient_accumulation_steps or 1)
 
 
-# Estimates of each method alone, and the reasons for the chosen settings
+# Estimating each method alone, and explaining the chosen settings
 
 
 def method_table(recipe: ResolvedRecipe, machine: Machine, estimator: Estimator) -> list[Estimate]:
-    """Return one estimate for each method that the recipe does not use, with the method added to
-    the recipe.
+    """For each method that the recipe does not use, return an estimate for the recipe with this
+    method added.
 
-    Memory is estimated without torch.compile, unless the method is torch.compile. On this machine,
-    the methods are timed until a time limit is reached. torch.compile is never timed.
+    The memory use is estimated without torch.compile, except for the method torch.compile itself.
+    If the plan is for this machine, the methods are timed until a time limit is reached.
+    torch.compile is never timed.
 
     Args:
         recipe: the resolved recipe.
@@ -450,7 +452,8 @@ def method_table(recipe: ResolvedRecipe, machine: Machine, estimator: Estimator)
 def methods(  # noqa: C901 - a flat list: one independent case per method
     recipe: ResolvedRecipe, machine: Machine
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield (name, {recipe key: value}) for each method that would change the recipe."""
+    """For each method that would change the recipe, yield its name and the changes as a mapping
+    from recipe keys to values."""
     config, micro_batch_size = recipe.efficiency, recipe.batch.micro_batch_size
     if micro_batch_size > 1:
         changes: dict[str, Any] = {"batch.micro_batch_size": 1}
@@ -488,8 +491,8 @@ def methods(  # noqa: C901 - a flat list: one independent case per method
 
 
 def other_optimizer(recipe: ResolvedRecipe, name: str) -> dict[str, Any]:
-    """Return the changes that select a different optimizer and turn off options that it does not
-    support."""
+    """Return the changes that select a different optimizer and turn off options that this optimizer
+    does not support."""
     off = {"embeddings_in_32_bits": None, "cautious_weight_decay": False, "tuned_width": None}
     own, has = recipe.optimizer, OPTIMIZERS[name].options
     refused = [key for key, value in off.items() if getattr(own, key) != value and key not in has]
@@ -497,12 +500,12 @@ def other_optimizer(recipe: ResolvedRecipe, name: str) -> dict[str, Any]:
 
 
 def without_average(recipe: ResolvedRecipe) -> dict[str, Any]:
-    """Return the change that turns off averaging of checkpoints, which LoRA does not support."""
+    """Return the change that turns off checkpoint averaging, because LoRA does not support it."""
     return {"checkpoint.average_last": 0} if recipe.checkpoint.average_last else {}
 
 
 def _with_precision(recipe: ResolvedRecipe, machine: Machine, precision: str) -> dict[str, Any]:
-    """Return the changes that set the precision. If the attention backend was chosen based on the
+    """Return the changes that set a different precision. If the attention backend depends on the
     precision, the changes also set the backend."""
     config = recipe.efficiency
     seq_len = recipe.data.seq_len
@@ -520,8 +523,8 @@ def _with_precision(recipe: ResolvedRecipe, machine: Machine, precision: str) ->
 def reasons_for(
     recipe: Recipe, best: Estimate, first: Estimate, machine: Machine
 ) -> dict[str, str]:
-    """Return the reason for each key that the recipe does not set or that the best candidate
-    changes.
+    """Return the reasons for the chosen values of all keys that the recipe does not set or that the
+    best candidate changes.
 
     Args:
         recipe: the recipe as written.
@@ -572,8 +575,8 @@ _ATTENTION = {
 
 
 def _logits_bytes(recipe: ResolvedRecipe) -> int:
-    """Return the bytes of a micro-batch's logits in fp32. The trace is not used, because the trace
-    of a compiled step does not show which tensors are logits."""
+    """Return the size in bytes of the fp32 logits of a micro-batch. The size is not read from the
+    trace, because a trace of a compiled step does not show which tensors are logits."""
     return 4 * recipe.batch.micro_batch_size * recipe.data.seq_len * recipe.model.vocab_size
 
 
@@ -590,11 +593,11 @@ def _precision(precision: str, machine: Machine) -> str:
     return f"{share}, which does not support bf16" if precision == "fp16" else share
 
 
-# The search for the fastest candidate that fits or, if no candidate fits, for settings that would
-# fit
+# Searching for the fastest candidate that fits in memory or, if no candidate fits, for changed
+# settings that would fit
 
-#: Changes to try to make a step fit in memory or to allow larger micro-batches. The changes that
-#: reduce the speed the least come first.
+#: Changes that reduce the memory use of a step, so that it fits in memory or allows larger
+#: micro-batches. The changes that reduce the speed the least come first.
 _SAVINGS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("as it stands", {}),
     ("chunked loss", {"efficiency.loss_chunk_tokens": 1024}),
@@ -619,7 +622,8 @@ _SAVINGS: tuple[tuple[str, dict[str, Any]], ...] = (
     ),
 )
 
-#: LoRA settings to try if nothing fits, and changes that are applied to all fallback settings.
+#: LoRA settings that are tried if no candidate fits in memory, and changes that are applied to all
+#: of these fallback settings.
 _LORA: dict[str, Any] = {"rank": 16, "alpha": 32.0}
 _LEAST: dict[str, Any] = {
     "batch.micro_batch_size": 1,
@@ -633,22 +637,25 @@ def best_estimate(
     estimator: Estimator | None = None,
     known: Estimate | None = None,
 ) -> Estimate | None:
-    """Return the settings with the highest tokens/s that fit, or None if no settings fit.
+    """Return the settings with the highest training speed that fit in memory, or None if no
+    settings fit.
 
     The recipe's precision and global batch size are kept, but its micro-batch size may change.
-    AdamW is replaced by 8-bit AdamW only if nothing else fits. Memory-saving methods are added in
-    order of their cost in speed, until the micro-batch keeps the device busy.
+    AdamW is replaced by 8-bit AdamW only if nothing else fits. Methods that save memory are added
+    until the micro-batch is large enough to keep the device busy. Methods that reduce the speed the
+    least are added first.
 
-    If the recipe compiles, the search runs without torch.compile, because this is quicker and
-    because steps without torch.compile usually need more memory. The selected candidate and the
-    unchanged recipe are then estimated with torch.compile. If neither fits, the search is repeated
-    with torch.compile for all candidates that could fit.
+    If the recipe enables torch.compile, the search still predicts the memory use without
+    torch.compile. This prediction is quicker, and the memory use is usually higher than with
+    torch.compile. The selected candidate and the unchanged recipe are then estimated with
+    torch.compile. If neither of them fits, the search is repeated with torch.compile for all
+    candidates that could fit.
 
     Args:
         recipe: the resolved recipe.
         machine: the machine to run on.
         estimator: the estimator to use; None creates one.
-        known: the estimate for the unchanged recipe, if it was already made.
+        known: the estimate for the unchanged recipe, if it is already available.
     """
     estimator = estimator or Estimator()
     without: dict[str, Estimate] = {}
@@ -656,8 +663,8 @@ def best_estimate(
     if not recipe.efficiency.compile:
         return found
     estimates: list[Estimate] = []
-    # The unchanged recipe comes first, because `max` returns the first of several equally fast
-    # candidates.
+    # The unchanged recipe comes first, because `max` returns the first candidate if several are
+    # equally fast.
     if found is None or found.changes:
         estimates.append(known or estimator.estimate(Candidate(recipe, machine, "as it stands")))
     if found is not None:
@@ -685,17 +692,17 @@ def _fastest(
         recipe: the resolved recipe.
         machine: the machine to run on.
         estimator: the estimator to use.
-        looked_at: dictionary to which each candidate's estimate is added by name, with the largest
-            micro-batch that fits.
-        compiles: True to predict the memory of compiled steps; see `Candidate`.
+        looked_at: dictionary to which the estimates of all candidates are added, keyed by name.
+            Each estimate has the largest micro-batch that fits.
+        compiles: True to predict the memory use of compiled steps; see `Candidate`.
         hopeless: names of candidates to skip.
     """
     found: list[Estimate] = []
     tried: list[dict[str, Any]] = []
     for name, changes in _SAVINGS:
         wanted = {key: value for key, value in changes.items() if not _has(recipe, key, value)}
-        # Changes that the recipe already contains are dropped, so the remaining changes can be
-        # identical to those of an earlier candidate.
+        # Changes that the recipe already contains are dropped. The remaining changes can then be
+        # the same as for an earlier candidate.
         if wanted in tried:
             continue
         tried.append(wanted)
@@ -729,11 +736,12 @@ def largest_that_fits(
     *,
     compiles: bool,
 ) -> Estimate:
-    """Return the estimate with the largest micro-batch that fits and divides the step evenly, or
-    with the smallest micro-batch if none fits.
+    """Return the estimate with the largest micro-batch that fits in memory and divides the step
+    evenly. If no micro-batch fits, return the estimate with the smallest micro-batch.
 
-    Memory is roughly linear in the micro-batch size. The slope is computed from the two smallest
-    sizes. The sizes that should fit according to the slope are then estimated, largest first.
+    The memory use is approximately a linear function of the micro-batch size. This function is
+    determined by the estimates for the two smallest sizes. The sizes that should fit according to
+    this function are then estimated, largest first.
     """
     sizes = list(micro_batches(recipe, machine))
 
@@ -742,12 +750,12 @@ def largest_that_fits(
         return dataclasses.replace(candidate, compiles=compiles)
 
     if compiles:
-        # The sizes are estimated one after the other, because tracing a compiled step already keeps
-        # both workers busy.
+        # The two sizes are estimated one after the other, because tracing a compiled step already
+        # keeps both workers busy.
         first = estimator.estimate(asked(sizes[-1]))
         more = [estimator.estimate(asked(size)) for size in sizes[-2:-1] if first.fits]
     else:
-        # The two smallest sizes are estimated at the same time, in the workers.
+        # The two smallest sizes are estimated at the same time in the worker processes.
         first, *more = estimator.estimate_all([asked(size) for size in sizes[:-3:-1]])
     if not (first.fits and more and more[0].fits):
         return first
@@ -757,8 +765,8 @@ def largest_that_fits(
     seq_len = recipe.data.seq_len
     for size in sizes[:-2]:
         expected = first.needed_bytes + slope * (size - sizes[-1])
-        # A micro-batch with more than twice the number of tokens that keeps the device busy would
-        # not be faster.
+        # A micro-batch with more than twice as many tokens as are needed to keep the device busy
+        # would not be faster.
         if expected > machine.usable_bytes or size * seq_len > 2 * busy:
             continue
         one = estimator.estimate(asked(size))
@@ -768,10 +776,11 @@ def largest_that_fits(
 
 
 def open_micro_batch(resolved: ResolvedRecipe) -> ResolvedRecipe:
-    """Return the recipe with the same global batch, but without a fixed number of micro-batches.
+    """Return the recipe without a fixed number of micro-batches but with the same global batch
+    size.
 
-    Without `global_batch_tokens`, the micro-batches of the recipe determine the size of a step, so
-    the recipe is returned unchanged.
+    If the recipe does not set `global_batch_tokens`, its micro-batches determine the global batch
+    size, so it is returned unchanged.
     """
     if resolved.batch.global_batch_tokens is None:
         return resolved
@@ -779,17 +788,18 @@ def open_micro_batch(resolved: ResolvedRecipe) -> ResolvedRecipe:
 
 
 def micro_batches(recipe: ResolvedRecipe, machine: Machine) -> Iterator[int]:
-    """Yield micro-batch sizes that divide a device's share of each step evenly, in decreasing
-    order. Each size is at most half of the previous size."""
+    """Yield micro-batch sizes in decreasing order. Each size divides a device's share of the global
+    batch evenly and is at most half of the previous size."""
     total = sequences_per_step(recipe, machine)
     if recipe.batch.ramp_start_tokens is not None:
-        # The first step of a batch-size ramp must also be divided evenly.
+        # If the batch size is ramped up, the first step must also be divided evenly.
         share = recipe.data.seq_len * copies_of(recipe, machine.count)
         total = math.gcd(total, recipe.batch.ramp_start_tokens // share)
     before = 2 * total
     for size in range(total, 0, -1):
         if total % size == 0 and 2 * size <= before:
-            # Sizes in between are skipped, because their speed differs too little.
+            # Sizes between half of the previous size and the previous size are skipped, because
+            # their speed hardly differs.
             before = size
             yield size
 
@@ -825,8 +835,8 @@ def _is_busy(one: Estimate, machine: Machine) -> bool:
 
 
 def _rate(one: Estimate) -> float:
-    """Return the value by which candidates are ranked: the expected tokens/s, or the micro-batch
-    size if the speed is unknown."""
+    """Return the value by which candidates are ranked. It is the expected speed in tokens/s or, if
+    the speed is unknown, the micro-batch size."""
     if one.tokens_per_second is not None:
         return one.tokens_per_second.expected
     return float(one.recipe.batch.micro_batch_size)
@@ -835,9 +845,9 @@ def _rate(one: Estimate) -> float:
 def nearest_estimates(
     recipe: ResolvedRecipe, machine: Machine, estimator: Estimator | None = None
 ) -> list[Estimate]:
-    """Return alternatives that fit in memory when no candidate for the recipe fits: LoRA, LoRA with
-    4-bit weights, offloading to the CPU, and more devices. All alternatives use a micro-batch of
-    one sequence and full activation checkpointing.
+    """Return alternatives that fit in memory, for a recipe for which no candidate fits. The
+    alternatives are LoRA, LoRA with 4-bit weights, offloading to the CPU, and more devices. All of
+    them use a micro-batch of one sequence and full activation checkpointing.
 
     Args:
         recipe: the resolved recipe.

@@ -1,4 +1,5 @@
-"""The machine that a plan is made for: this machine, or GPUs of another machine."""
+"""Describe the machine for which a plan is made. It is either this machine or a different machine
+with GPUs."""
 
 from __future__ import annotations
 
@@ -60,9 +61,10 @@ class Machine:
         name: the device's name.
         count: number of devices.
         memory_bytes: bytes of memory of each device.
-        usable_bytes: bytes of memory of each device that a run can use.
+        usable_bytes: bytes of each device's memory that a run can use.
         target: the device whose kernels and allocator are modelled.
-        gpu: the GPU with its rates; None for a CPU, or if only the GPU's memory is known.
+        gpu: the GPU with its data-sheet rates. None for a CPU, or if only the memory size of the
+            GPU is known.
         precision: the precision that "auto" resolves to: "bf16", "fp16" or "fp32".
         is_here: True for the machine that this process runs on.
     """
@@ -78,11 +80,12 @@ class Machine:
 
     @property
     def compiler(self) -> Compiler | None:
-        """Properties of torch.compile on this device; None if torch.compile is not supported.
+        """Compile times and speed-ups of torch.compile on this device; None if torch.compile is not
+        supported.
 
         The Triton version that comes with torch requires capability 7.0, and firstlight does not
-        compile for Apple GPUs. Other machines are assumed to have few cores if their GPU is as old
-        as a T4, and many cores otherwise.
+        compile for Apple GPUs. A different machine is assumed to have few CPU cores if its GPU is
+        as old as a T4, and many CPU cores otherwise.
         """
         if self.is_here or self.target.kind == "cpu":
             return find_compiler(self.hardware)
@@ -95,7 +98,7 @@ class Machine:
 
     @property
     def notes(self) -> list[str]:
-        """Assumptions and omissions of a plan for this GPU."""
+        """Notes about what a plan for this GPU assumes and omits."""
         if self.gpu is None:
             return []
         if self.gpu.is_apple:
@@ -112,10 +115,12 @@ class Machine:
 
     @property
     def hardware(self) -> Hardware:
-        """Return the `Hardware` that describes this target to the rest of firstlight."""
+        """Return the device for which the plan is made as a `Hardware` object, which the rest of
+        firstlight uses.
+        """
         device = torch.device(self.target.kind)
-        # If only the memory of a GPU is known, its capability is None, so that no method is
-        # rejected.
+        # If only the memory size of a GPU is known, its capability is set to None, so that no
+        # method is rejected.
         of_table = self.gpu is not None and self.gpu.capability != (0, 0)
         known = self.target.kind == "cuda" and (self.is_here or of_table)
         capability = self.target.capability if known else None
@@ -130,18 +135,18 @@ def find_machine(
     count: int = 1,
     device: str = "auto",
 ) -> Machine:
-    """Return the machine that the options describe.
+    """Return the machine that is described by command-line options.
 
     Args:
         gpu: name of a GPU; None for this machine's GPU or, if it has none, its CPU.
-        memory_bytes: bytes of each GPU. This value replaces the value in the GPU table or, without
-            `gpu`, describes a GPU of unknown speed.
+        memory_bytes: memory of each GPU in bytes. It replaces the value in the GPU table. Without
+            `gpu`, it describes a GPU of unknown speed.
         count: number of GPUs.
         device: `run.device` of a run on this machine.
 
     Raises:
-        ConfigError: the GPU is unknown (the message names the nearest GPU), the device does not
-            exist, or `memory_bytes` or `count` is invalid.
+        ConfigError: the device does not exist, `memory_bytes` or `count` is invalid, or the GPU is
+            unknown. In the last case, the message names the nearest GPU.
     """
     if count < 1:
         raise ConfigError(f"--gpus is {count}: it must be at least 1")
@@ -180,7 +185,7 @@ def parse_bytes(text: str) -> int:
     a unit is in bytes.
 
     Raises:
-        ConfigError: the text is not a size.
+        ConfigError: the string is not a valid size.
     """
     match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([a-zA-Z]*)\s*", text)
     unit = match[2].lower() if match else None
@@ -199,9 +204,9 @@ def _known(gpu: GPU, memory_bytes: int | None, count: int) -> Machine:
 
 
 def _context_bytes(gpu: GPU) -> int | None:
-    """Return the bytes of GPU memory that a process uses outside torch's allocator. If the value
-    was not measured for this GPU type, return the H100's value for a GPU of the same capability,
-    because it loads the same kernels. Otherwise, return None."""
+    """Return the bytes of GPU memory that a process uses outside torch's allocator. The value is
+    known if it was measured for this GPU type. GPUs with the same capability as the H100 load the
+    same kernels, so the H100's value is used for them. For all other GPUs, return None."""
     found = measured_gpu(gpu)
     if found is None and gpu.capability == GPUS["H100"].capability:
         found = measured_gpu(GPUS["H100"])
@@ -232,8 +237,8 @@ def _gpu_machine(
 
 
 def with_changes(recipe: ResolvedRecipe, changes: Mapping[str, Any]) -> ResolvedRecipe:
-    """Return the recipe with some keys changed. A key is either `section.key` or the name of a
-    section, which replaces the entire section.
+    """Return a copy of the recipe with some values changed. Keys have the form `section.key`. The
+    name of a section can also be used as a key to replace the entire section.
 
     Raises:
         ConfigError: a value is invalid.
@@ -251,7 +256,7 @@ def with_changes(recipe: ResolvedRecipe, changes: Mapping[str, Any]) -> Resolved
 
 
 def resolve_for(recipe: Recipe, machine: Machine, init_from: str | None = None) -> ResolvedRecipe:
-    """Resolve the recipe as a run on the machine would; see `resolve`.
+    """Resolve the recipe in the same way as a run on the machine would; see `resolve`.
 
     Args:
         recipe: the recipe as written.
@@ -283,7 +288,7 @@ def facts_of(recipe: Recipe, machine: Machine, start: ModelConfig | None = None)
     """
     kind = recipe.data.kind or _prepared_kind(recipe)
     if kind is not None:
-        # A plan for preference pairs does not require the model from which the run will start.
+        # Preference pairs require an initial model for training, but not for a plan.
         require_fitting_data(recipe, kind, from_weights=True)
     known: dict[str, Any] = {
         "processes": copies_of(recipe, machine.count),
@@ -295,7 +300,8 @@ def facts_of(recipe: Recipe, machine: Machine, start: ModelConfig | None = None)
     if machine.is_here or machine.target.kind == "cpu":
         return facts_here(machine.hardware, **known)
     gpu = machine.gpu
-    # If the rates are unknown (None), `resolve` can't compare them and makes its usual choice.
+    # If the rates are unknown, they are None. `resolve` then makes its usual choice without
+    # comparing them.
     rates = {} if gpu is None else {torch.bfloat16: gpu.bf16, torch.float16: gpu.fp16}
     return Facts(
         machine.target.kind,
@@ -307,7 +313,7 @@ def facts_of(recipe: Recipe, machine: Machine, start: ModelConfig | None = None)
 
 
 def epoch_tokens(recipe: Recipe) -> int | None:
-    """Return the number of tokens in the training split, or None if the data is not on this
+    """Return the number of tokens in the training split. Return None if the data is not on this
     machine."""
     found = [prepared_vocabulary(folder) for folder in _folders(recipe)]
     return None if None in found else sum(one[1] for one in found if one)
@@ -319,7 +325,7 @@ def _folders(recipe: Recipe) -> list[str]:
 
 
 def _prepared_kind(recipe: Recipe) -> Kind | None:
-    """Return the kind of the prepared data, or None if it is not on this machine."""
+    """Return the kind of the prepared data. Return None if the data is not on this machine."""
     kind: Kind | None = None
     for folder in _folders(recipe):
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError, FirstlightError):
@@ -330,11 +336,11 @@ def _prepared_kind(recipe: Recipe) -> Kind | None:
 
 
 def _starting_model(recipe: Recipe, init_from: str) -> tuple[Recipe, ModelConfig]:
-    """Return the recipe and the config of the model that a run from `init_from` would train. If an
-    existing adapter is trained further, the recipe gets the adapter's settings as its `lora`
-    section, as in the run."""
+    """Return the recipe and the model config for a run that starts from `init_from`. If the run
+    continues to train an existing adapter, the settings of the adapter become the `lora` section of
+    the recipe, as in the run."""
 
-    # Only the run reports these changes, so that the user sees each message once.
+    # Messages about these changes are shown only by the run, so that the user sees them once.
     def tell(_: str) -> None:
         return None
 
@@ -373,8 +379,8 @@ def _model_config(recipe: Recipe) -> ModelConfig:
 
 
 def prepared_vocabulary(folder: str) -> tuple[int, int] | None:
-    """Return (size of the vocabulary, tokens of the training split) of a prepared folder, or None
-    if the folder is not prepared or not on this machine."""
+    """Return the vocabulary size and the number of training tokens of a folder with prepared data.
+    Return None if the folder is not on this machine or its data is not prepared."""
     try:
         manifest = json.loads((Path(folder) / MANIFEST_NAME).read_text(encoding="utf-8"))
         return int(manifest["vocab_size"]), int(manifest["splits"]["train"]["tokens"])
@@ -384,7 +390,7 @@ def prepared_vocabulary(folder: str) -> tuple[int, int] | None:
 
 @dataclass(frozen=True)
 class PlannedRun:
-    """Length of a run in steps, tokens and epochs.
+    """The length of a run in steps, tokens and epochs.
 
     Attributes:
         schedule: resolved schedule, as `train` computes it.
@@ -402,8 +408,8 @@ class PlannedRun:
 def planned_run(
     recipe: ResolvedRecipe, machine: Machine, tokens_per_second: float | None = None
 ) -> PlannedRun | None:
-    """Return the length of a resolved recipe's run. Return None if the length depends on data that
-    is not on this machine, or on an unknown speed.
+    """Return the length of a run with a resolved recipe. Return None if the length depends on data
+    that is not on this machine, or on an unknown speed.
 
     Args:
         recipe: the resolved recipe.
@@ -433,8 +439,8 @@ def planned_run(
 
 
 def _rows_per_epoch(recipe: Recipe, seq_len: int) -> int | None:
-    """Return the number of rows in the training split, or None if it is not prepared on this
-    machine."""
+    """Return the number of rows in the training split. Return None if there is no prepared data on
+    this machine."""
     folders = _folders(recipe)
     try:
         splits = [

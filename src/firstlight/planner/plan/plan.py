@@ -1,5 +1,5 @@
-"""`firstlight plan`: the memory and speed of a recipe on a machine, the best settings for the
-recipe, and the best model for a budget."""
+"""Implement `firstlight plan`, which estimates the memory use and speed of a recipe on a machine,
+searches for the best settings, and suggests the best model for a budget."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ from firstlight.recipe.resolve import open_compile_modes
 
 @dataclass(frozen=True)
 class Budget:
-    """The budget of a training run, as time or tokens.
+    """The budget of a training run, in time or tokens.
 
     Attributes:
         seconds, tokens: length of the run; at most one of them is set.
@@ -84,7 +84,7 @@ class Budget:
 
     @property
     def is_given(self) -> bool:
-        """True if time or tokens are limited."""
+        """True if `seconds` or `tokens` is set."""
         return self.seconds is not None or self.tokens is not None
 
 
@@ -99,16 +99,17 @@ class Plan:
         run: length of the recipe's run; None if it depends on data that is not on this machine.
         best: fastest candidate that fits; None if no candidate fits or if there was no search.
         reasons: reason for each key that `best` resolves or changes.
-        methods: estimates for the recipe with one additional method each; see `method_table`.
-        nearest: changed settings that would fit, if no candidate fits.
+        methods: for each method that the recipe does not use, the estimate for the recipe with this
+            method added; see `method_table`.
+        nearest: if no candidate fits, estimates for changed settings that would fit.
         budget: time or tokens to train with, and the price.
         warnings: warnings about model sizes that are slow on this machine.
         notes: assumptions of the plan about this machine and the run.
         suggestion: model and schedule for the budget.
         suggested: the estimate for `suggestion`.
-        replacements: old and new value of each key (`section.key`) whose value in the suggested
-            recipe differs from the value in the recipe as written. The old value is None for a key
-            that the recipe does not set.
+        replacements: old and new values of the keys that the suggestion changes in the recipe as
+            written, keyed by `section.key`. The old value is None for a key that the recipe does
+            not set.
     """
 
     machine: Machine
@@ -133,15 +134,15 @@ class Plan:
 
     @property
     def chosen(self) -> ResolvedRecipe | None:
-        """The recipe to train: the suggested recipe or, without a suggestion, the best candidate's
-        recipe."""
+        """The recipe to train. This is the suggested recipe if there is a suggestion, and otherwise
+        the recipe of the best candidate."""
         found = self.suggested or self.best
         return None if found is None else found.recipe
 
     @property
     def run_seconds(self) -> float | None:
-        """Duration of the run's steps in seconds, with the best settings if there was a search.
-        None if the duration is unknown or no candidate fits."""
+        """Total duration of the run's steps in seconds. If there was a search, this is the duration
+        with the best settings. None if the duration is unknown or no candidate fits."""
         taken = self.best or self.as_it_stands
         if self.run is None or taken.tokens_per_second is None or not taken.fits:
             return None
@@ -166,7 +167,7 @@ class Plan:
             seconds = self.run_seconds
             price = None if seconds is None else cost(seconds, self.budget, self.machine)
             run = {**dataclasses.asdict(self.run), "seconds": seconds, "cost": price}
-            # Programs that read the output of --json expect the size of a step under this key.
+            # Programs that read the output of --json expect the global batch size under this key.
             batch = run.pop("batch")
             run["rows_a_step"] = batch["size"]
             if batch["ramp_steps"]:
@@ -212,9 +213,9 @@ def make_plan(
         estimator: estimator to use; None creates one.
 
     Raises:
-        ConfigError: the recipe is invalid on every machine; a price is set, but neither a budget
-            nor the length of the run is known; or a budget is set, but the recipe trains existing
-            weights.
+        ConfigError: the recipe is invalid on every machine. Also raised if a budget is set but the
+            recipe trains existing weights, or if a price is set but neither a budget nor the length
+            of the run is known.
         ModelError: `init_from` is not the folder of a model.
     """
     budget = budget or Budget()
@@ -260,8 +261,8 @@ def make_plan(
 
 
 def _notes(written: Recipe, machine: Machine) -> list[str]:
-    """Return `Plan.notes`. Call this function right before measuring the speed of this machine's
-    CPU, because other programs may use the cores only temporarily."""
+    """Return `Plan.notes`. Call this function immediately before measuring the speed of this
+    machine's CPU, because it checks whether other programs are using the cores at the moment."""
     notes = []
     if machine.is_here and machine.target.kind == "cpu" and cores_are_busy():
         notes.append("other programs are using this CPU: it may be faster than measured")
@@ -275,8 +276,8 @@ def _notes(written: Recipe, machine: Machine) -> list[str]:
 
 
 def _starting_weights(recipe: Recipe, init_from: str | None) -> str:
-    """Return the reason why the shape of the recipe's model is fixed by existing weights, as text,
-    or "" for a new model."""
+    """Return text that explains why the shape of the model can't be changed because the recipe
+    trains existing weights. Return "" for a new model."""
     if init_from is not None:
         return "--init-from names the weights to start from"
     if recipe.model is None:
@@ -297,8 +298,8 @@ def _replacements(
         set_keys = getattr(getattr(written, section), "model_fields_set", ())
         for key, new in (values or {}).items():
             default = (given[section] or {}).get(key)
-            # The old value of a key that the recipe does not set is the value for a run without a
-            # budget.
+            # If the recipe does not set a key, its old value is the value that would be used
+            # without a budget.
             old = default if key in set_keys else before[section].get(key)
             if old != new:
                 found[f"{section}.{key}"] = old, new
@@ -308,14 +309,14 @@ def _replacements(
 
 
 def _planned_run_for(estimate: Estimate, machine: Machine) -> PlannedRun | None:
-    """Return the length of the run with an estimate's recipe at the estimated speed."""
+    """Return the length of a run with the recipe and the speed of an estimate."""
     speed = estimate.tokens_per_second
     return planned_run(estimate.recipe, machine, None if speed is None else speed.expected)
 
 
-#: Maximum number of models to try. After a model that does not fit, a smaller model is tried. After
-#: a model whose speed differs from the assumed speed, the model suggested for the new speed is
-#: tried.
+#: Maximum number of models to try. If a model does not fit in memory, a smaller model is tried. If
+#: the speed of a model differs from the assumed speed, the model that is suggested for the new
+#: speed is tried.
 _TRIES = 6
 
 #: Bytes per parameter in training with fp32 AdamW.
@@ -334,9 +335,9 @@ def _for_budget(
         written: the recipe as written. If it does not set `efficiency.compile` or the learning
             rates, their values are chosen for the suggested run and model.
 
-    The first iteration compares models using the machine's speed for new models. If the speed of
-    the suggested model with the recipe's methods differs much from this speed, the models are
-    compared again, with the machine's speed scaled accordingly.
+    The models are first compared using the machine's speed for new models. With the recipe's
+    methods, the suggested model may have a very different speed. In this case, the machine's speed
+    is scaled accordingly, and the models are compared again.
     """
     recipe, machine = plan.recipe, plan.machine
     if machine.gpu is None and not (machine.is_here and machine.count == 1):
@@ -353,7 +354,8 @@ def _for_budget(
     suggested: dict[str, Any] = {}
     fitting, seen = 0, list[ModelConfig]()
     for _ in range(_TRIES):
-        # Default arguments bind the values of this iteration, because later iterations change them.
+        # Default arguments store the values of this iteration, because later iterations change the
+        # variables.
         def rate(
             model: Suggestion,
             step: float,
@@ -382,7 +384,7 @@ def _for_budget(
             ),
         )
         estimator.tell(f"{found.parameters / 1e6:,.0f}M parameters")
-        # Every device needs at least one sequence per batch.
+        # Each device must process at least one sequence per step.
         found = _for_all_devices(found, seq_len * machine.count)
         suggestion = _suggested_recipe(plan, found, written)
         expected = speed.tokens_per_second(found.flops, found.global_batch_tokens, found.mode)
@@ -393,8 +395,8 @@ def _for_budget(
             usual = usual_speed(estimate.recipe, expected, machine.hardware)
             estimate = dataclasses.replace(estimate, speed=usual)
         if estimate is None or not of_own or estimate.tokens_per_second is None:
-            # Next, try a model that is a fifth smaller, but not smaller than a model that is known
-            # to fit.
+            # The next model to try is a fifth smaller, but not smaller than a model that is known
+            # to fit in memory.
             most_parameters = max(0.8 * found.parameters, fitting)
             continue
         fitting = max(fitting, found.parameters)
@@ -417,14 +419,14 @@ def _for_budget(
 
 
 def largest_epochs(recipe: Recipe) -> float:
-    """Return the maximum number of passes over the text with a time budget: `schedule.epochs` or,
-    if it is not set, `defaults.MOST_EPOCHS`."""
+    """Return the maximum number of passes over the text with a time budget. It is `schedule.epochs`
+    or, if this key is not set, `defaults.MOST_EPOCHS`."""
     return recipe.schedule.epochs or defaults.MOST_EPOCHS
 
 
 def _most_parameters(recipe: ResolvedRecipe, machine: Machine) -> float:
-    """Return the number of parameters with which the training state alone would fill the memory of
-    the devices."""
+    """Return the number of parameters for which the weights, gradients and optimizer states alone
+    would fill the memory of the devices."""
     sharded = named_engine(recipe.distributed).keeps_shards
     pieces = machine.count // (1 if sharded else copies_of(recipe, machine.count))
     return pieces * machine.usable_bytes / _STATE_BYTES
@@ -445,11 +447,11 @@ def _models_to_train(recipe: ResolvedRecipe) -> list[ModelConfig]:
 
 
 def _for_all_devices(found: Suggestion, least: int) -> Suggestion:
-    """Return the suggestion with a batch that all devices can share evenly.
+    """Return the suggestion with a global batch size that can be divided evenly among the devices.
 
     Args:
         found: the suggestion.
-        least: number of tokens in a batch with one sequence per device.
+        least: number of tokens in a global batch with one sequence per device.
     """
     batch = -(-found.global_batch_tokens // least) * least
     steps = max(found.tokens // batch, 1)
@@ -459,13 +461,14 @@ def _for_all_devices(found: Suggestion, least: int) -> Suggestion:
 
 
 def _suggested_recipe(plan: Plan, found: Suggestion, written: Recipe) -> ResolvedRecipe:
-    """Return the recipe with the suggestion's model, batch, number of steps and compilation mode,
-    and with learning rates for the model's width."""
+    """Return the recipe with the model, batch size, number of steps and compilation mode of the
+    suggestion, and with learning rates for the width of the suggested model."""
     recipe = plan.recipe
     optimizer = optimizer_of_width(recipe, written, found.config.hidden_size)
     schedule = _kept_schedule(plan)
     if recipe.schedule.initial_learning_rate is not None:
-        # The learning rate at the start of the warm-up stays the same fraction of the peak rate.
+        # The learning rate at the start of the warm-up is scaled by the same factor as the peak
+        # learning rate.
         ratio = optimizer.learning_rate / recipe.optimizer.learning_rate
         schedule["initial_learning_rate"] = ratio * recipe.schedule.initial_learning_rate
     efficiency = recipe.efficiency
@@ -490,8 +493,8 @@ def optimizer_of_width(
     recipe: ResolvedRecipe, written: Recipe, hidden_size: int
 ) -> OptimizerConfig:
     """Return the recipe's optimizer with learning rates for a model of this width. If the recipe
-    sets learning rates, they are converted to this width. Otherwise, the rates of new models are
-    used."""
+    sets learning rates, they are converted to this width. Otherwise, the learning rates for new
+    models are used."""
     optimizer, given = recipe.optimizer, written.optimizer.model_fields_set
     # Muon's learning rates for new models were measured together with initial weights and betas
     # that only a recipe without an optimizer section gets.
@@ -501,7 +504,8 @@ def optimizer_of_width(
         kept = {key: value for key, value in rates.items() if key not in given - {"tuned_width"}}
         return optimizer.model_copy(update=kept)
     if has_width_rule(recipe):
-        # Without tuned_width, the rates are for the recipe's model.
+        # If the recipe does not set tuned_width, its learning rates apply to the width of its own
+        # model.
         width = optimizer.tuned_width or recipe.model.hidden_size
         optimizer = optimizer.model_copy(update={"tuned_width": width}).for_width(hidden_size)
     return optimizer
@@ -514,9 +518,9 @@ def has_width_rule(recipe: Recipe) -> bool:
 
 
 def _kept_schedule(plan: Plan) -> dict[str, Any]:
-    """Return the recipe's schedule keys for a run of a different length. If the warm-up or the
-    decay is set in steps or tokens, it keeps its fraction of the run. If the length of the recipe's
-    run is unknown, it gets the default fraction."""
+    """Return the recipe's schedule keys for a run of a different length. A warm-up or decay that is
+    set in steps or tokens is scaled with the length of the run. If the original length of the run
+    is unknown, the default fraction of the run is used."""
     config = plan.recipe.schedule
     values = config.model_dump(
         exclude={"epochs", "max_minutes", "decay_steps", "decay_tokens", "min_learning_rate"}
@@ -527,8 +531,9 @@ def _kept_schedule(plan: Plan) -> dict[str, Any]:
 
     def share(steps: int) -> float:
         assert run is not None
-        # The fraction is rounded down, so that two fractions never add up to more than 1. It is not
-        # rounded down to 0, so that a single step of a long run remains at least one step.
+        # The fraction is rounded down, so that two fractions never add up to more than 1. It is
+        # never rounded down to 0, so that a warm-up or decay of one step in a long run still has at
+        # least one step.
         return min(max(math.floor(1e5 * steps / run.max_steps), 1) / 1e5, 1.0)
 
     if config.warmup_steps or config.warmup_tokens:
@@ -548,8 +553,8 @@ def _in_time(
     *,
     epochs: float,
 ) -> dict[str, Any]:
-    """Return the suggestion and its estimate, as attributes of `Plan`. With a budget in seconds,
-    the run has as many steps as fit at the estimated speed."""
+    """Return the suggestion and its estimate, as attributes of `Plan`. If the budget is in seconds,
+    the number of steps is set to the number that fits in the budget at the estimated speed."""
     assert estimate.tokens_per_second is not None
     speed = estimate.tokens_per_second.expected
     if budget.seconds is not None:
@@ -569,21 +574,22 @@ def cost(seconds: float, budget: Budget, machine: Machine) -> float | None:
     return seconds / 3600 * budget.price_per_hour * machine.count
 
 
-# Model sizes that are slow on matrix units, and the gain from aligned sizes
+# Warnings about model sizes that are slow on matrix units
 #
 # Matrix units read 16 bytes, or eight 16-bit numbers, at a time. Products with a dimension that is
 # not a multiple of 8 use slower kernels (NVIDIA, "Matrix Multiplication Background User's Guide").
 
-#: Number of 16-bit values that matrix units read at a time, and the multiple to which a vocabulary
-#: is padded.
+#: Number of 16-bit values that matrix units read at a time, and the number to whose multiples a
+#: vocabulary is padded.
 _PACKET, _VOCABULARY = PACKET_BYTES // 2, 64
 
-#: Speed-up from aligned products that is reported for GPUs of other machines.
+#: Speed-up from aligned matrix products that is reported for GPUs that are not in this machine.
 _GAIN_ON_GPUS = 1 / DEFAULT_SHARES.misaligned.expected
 
 #: Approximate number of multiplications in a measured product [tokens, inner] x [inner, size].
 _PRODUCT_SIZE = 2e8
-#: Minimum and maximum number of tokens of a measured product, and its maximum inner size.
+#: Minimum and maximum number of tokens in a measured product, and maximum size of its inner
+#: dimension.
 _LEAST_TOKENS = 16
 _MOST_TOKENS = 256
 _MOST_INNER = 512
@@ -597,13 +603,13 @@ _LEAST_GAIN = 1.01
 def alignment_warnings(
     recipe: ResolvedRecipe, here: torch.device | None, capability: tuple[int, int] | None = None
 ) -> Iterator[str]:
-    """Yield a warning for each misaligned size, with the size's share of the work and the gain from
-    an aligned size.
+    """Yield a warning for each model size that is not aligned. The warning states the fraction of
+    the work that is affected and the speed-up from an aligned size.
 
     Args:
         recipe: recipe that contains the model.
-        here: device of this machine on which the gain is measured; None to use the upper bound for
-            GPUs.
+        here: device of this machine on which the speed-up is measured; None to use the upper bound
+            for GPUs.
         capability: CUDA compute capability of the GPU; None for other devices.
     """
     note = packet_note(recipe.model, recipe.efficiency, capability, above=_PACKET)
@@ -619,7 +625,7 @@ def alignment_warnings(
         share = sum(rows * columns for rows, columns in own) / total
         key = next((k for k, v in recipe.model if v == size and k.endswith("size")), None)
         if key is None and recipe.model.hidden_size % _PACKET:
-            continue  # This size follows from the hidden size, which has its own warning.
+            continue  # derived from the hidden size, which has its own warning
         multiple = _PACKET
         if key == "vocab_size":
             multiple = _VOCABULARY
@@ -656,9 +662,9 @@ def alignment_warnings(
 def _measured_gain(
     device: torch.device, dtype: torch.dtype, inner: int, size: int, *, aligned: int
 ) -> float:
-    """Return the time of a linear layer's products (see `_product_seconds`) with size `size`,
-    divided by the time with size `aligned`. The result is the median over several rounds, each of
-    which measures both sizes."""
+    """Return how many times as long the matrix products of a linear layer take with size `size` as
+    with size `aligned`; see `_product_seconds`. The result is the median of several measurements.
+    """
     # With a large vocabulary, use fewer tokens to keep planning fast.
     fitting = int(_PRODUCT_SIZE / (inner * aligned)) // _PACKET * _PACKET
     tokens = min(max(fitting, _LEAST_TOKENS), _MOST_TOKENS)
@@ -675,8 +681,9 @@ def _measured_gain(
 def _product_seconds(
     device: torch.device, dtype: torch.dtype, tokens: int, inner: int, size: int
 ) -> float:
-    """Return the seconds of a linear layer's products: the forward product, and the gradients of
-    the input and of the weight. Suffixes of tensors: N is `tokens`, I is `inner`, S is `size`."""
+    """Return the time in seconds of a linear layer's three matrix products: the forward product and
+    the gradients of the input and the weight. The suffixes in the names of tensors are their
+    dimensions: N is `tokens`, I is `inner`, and S is `size`."""
     x_NI = torch.ones(tokens, inner, device=device, dtype=dtype)
     weight_SI = torch.ones(size, inner, device=device, dtype=dtype)
     grad_NS = torch.ones(tokens, size, device=device, dtype=dtype)

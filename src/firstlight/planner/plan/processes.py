@@ -1,7 +1,8 @@
-"""Worker processes that trace models for plans, and the process that predicts a run.
+"""Manage the worker processes that trace models for plans, and the separate process that predicts a
+run.
 
-Tracing is pure Python, so each process uses one core. The workers are forked from a process that
-imports torch while this process does its other imports.
+Tracing is pure Python, so each process uses one core. The workers are forked from a server process,
+which imports torch while this process runs its own imports.
 """
 
 from __future__ import annotations
@@ -37,11 +38,11 @@ T = TypeVar("T")
 #: result before it can choose the next candidate.
 _COUNT = 2
 
-#: Number of seconds that workers have to exit on their own. Python takes a few tenths of a second
-#: to exit.
+#: Time in seconds that workers are given to exit on their own. Python takes a few tenths of a
+#: second to exit.
 _ENDING_SECONDS = 1.0
 
-#: Modules that are imported by the process from which workers are forked.
+#: Modules that are imported in advance by the server process from which the workers are forked.
 PRELOADED = ["torch._dynamo", "firstlight.planner.memory.recipe"]
 
 _KILLED = (
@@ -54,14 +55,14 @@ class WorkerProcesses:
     """Runs functions in worker processes, or in this process.
 
     Args:
-        start: function that starts the processes when they are first needed. It returns a mapping
-            from this process's end of each pipe to the worker process. If the mapping is empty, all
-            calls run in this process.
+        start: function that starts the worker processes when they are first needed. It returns a
+            mapping whose keys are this process's ends of the pipes and whose values are the worker
+            processes. If the mapping is empty, all calls run in this process.
     """
 
     def __init__(self, start: Callable[[], Mapping[Connection, BaseProcess]] = dict) -> None:
         self._start = start
-        #: Number of the call that each busy worker is running.
+        #: For each busy worker, the number of the call that it is running.
         self._busy: dict[Connection, int] = {}
         self._calls = 0
 
@@ -70,8 +71,9 @@ class WorkerProcesses:
         return self._start()
 
     def map(self, function: Callable[..., T], arguments: Sequence[tuple[Any, ...]]) -> Iterator[T]:
-        """Yield the results of a function in the order of its arguments, each as soon as it is
-        available. If the function raises an exception in a worker, it is raised here.
+        """Call a function once for each entry in `arguments`, and yield the results in the same
+        order as soon as they are available. An exception that the function raises in a worker is
+        raised again in this process.
 
         Args:
             function: a function at the top level of a module.
@@ -80,7 +82,8 @@ class WorkerProcesses:
         Raises:
             TrainingError: a process was killed or crashed.
         """
-        # Even a single call runs in a worker, so that a crash does not end this process.
+        # Even a single call runs in a worker process, so that a crash does not end the main
+        # process.
         if not self._ends:
             yield from (function(*one) for one in arguments)
             return
@@ -97,8 +100,8 @@ class WorkerProcesses:
                             end.send((function, one))
                         except (BrokenPipeError, ConnectionResetError):
                             raise self._gone(end) from None
-                # The results may include those of an earlier `map` call whose caller stopped
-                # iterating.
+                # If the caller of an earlier `map` call stopped iterating, results of that call may
+                # still arrive.
                 found.update(self._results())
             good, result = found.pop(number)
             if not good:
@@ -129,12 +132,12 @@ class WorkerProcesses:
 
 @contextlib.contextmanager
 def started() -> Iterator[WorkerProcesses]:
-    """Start worker processes, which import modules at the same time as this process. The workers
-    are stopped when the context exits, even after an exception."""
+    """Start worker processes, which import modules in parallel with this process. They are stopped
+    when the context exits, even after an exception."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
-    # Only the fork server is started here, because starting a worker would wait for the server's
-    # imports.
+    # Start only the fork server here, because starting a worker would wait for the server's imports
+    # to finish.
     #
     # When a worker is killed, its semaphores are removed by the resource tracker, which shows a
     # warning that is useless to the user.
@@ -154,12 +157,12 @@ def started() -> Iterator[WorkerProcesses]:
             here, there = context.Pipe()
             process = context.Process(target=_work, args=(there,), daemon=True)
             process.start()
-            # The process is added only after it was started, because a process whose start was
+            # Add the process only after it has started, because a process whose start was
             # interrupted by a signal can't be joined. If such a process is running anyway, it exits
             # when this end of its pipe is closed.
             processes[here] = process
-            # This copy of the worker's end is closed, so that the pipe is closed when the worker
-            # exits.
+            # Close this process's copy of the worker's end of the pipe, so that the pipe is closed
+            # when the worker exits.
             there.close()
         return processes
 
@@ -187,8 +190,8 @@ def _work(end: Connection) -> None:
     logging.disable(logging.WARNING)
     warnings.simplefilter("ignore")
     gc.disable()
-    # After this, garbage collections do not visit the imported objects, so their memory pages are
-    # not copied.
+    # Exclude the imported objects from garbage collection. Otherwise, a collection would write to
+    # their memory pages, which would then be copied.
     gc.freeze()
     with contextlib.suppress(EOFError, OSError):
         while True:
@@ -204,7 +207,7 @@ def _work(end: Connection) -> None:
 
 
 def _sendable(error: Exception) -> Exception:
-    """Return the error, or a `TrainingError` with the same text if the error can't be pickled."""
+    """Return the error. If it can't be pickled, return a `TrainingError` with the same message."""
     try:
         sent = multiprocessing.reduction.ForkingPickler.dumps(error)
         multiprocessing.reduction.ForkingPickler.loads(sent)
@@ -213,16 +216,17 @@ def _sendable(error: Exception) -> Exception:
     return error
 
 
-#: Module that the prediction process runs.
+#: Module that runs in the prediction process.
 _PREDICTING = "firstlight.planner.plan.automatic"
 
-#: Maximum seconds that a run waits for a forecast.
+#: Maximum time in seconds that a run waits for a forecast.
 _MOST_SECONDS = 90.0
 
 
 class RunForecaster:
-    """Context manager that predicts runs on this machine in a separate process; see
-    `training.forecast.Forecaster`. The process is stopped when the context exits."""
+    """Context manager that predicts the memory use and speed of runs on this machine in a separate
+    process. It implements `training.forecast.Forecaster`. The process is stopped when the context
+    exits."""
 
     def __init__(self) -> None:
         self._processes: list[subprocess.Popen[str]] = []
@@ -273,8 +277,8 @@ class RunForecaster:
             "device": str(hardware.device),
             "processes": processes,
         }
-        # The other processes of the run wait for this process, and treat it as failed after their
-        # timeout.
+        # Limit the time, because the other processes of the run wait for this process and report a
+        # failure after their timeout.
         patience = min(_MOST_SECONDS, recipe.distributed.timeout_seconds / 2)
         if not self._processes:
             self.start()

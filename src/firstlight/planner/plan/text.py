@@ -19,7 +19,7 @@ Table = list[Sequence[str]]
 
 
 def blocks(plan: Plan) -> Iterator[str | Table]:
-    """Yield the lines and tables of a plan, in the order in which they are shown."""
+    """Yield the lines and tables of a plan in the order in which they are shown."""
     machine, recipe = plan.machine, plan.recipe
     count = f"{machine.count} x " if machine.count > 1 else ""
     yield (
@@ -52,7 +52,8 @@ def blocks(plan: Plan) -> Iterator[str | Table]:
 
 
 def _advice(plan: Plan) -> Iterator[str | Table]:
-    """Yield the best estimate or, if nothing fits as requested, alternatives that would fit."""
+    """Yield lines about the best estimate. If no candidate fits in memory, yield lines about
+    alternatives that would fit."""
     if plan.best is not None:
         yield f"best: {in_words(plan.best)}"
         yield from _settings(plan.best, plan.reasons)
@@ -101,7 +102,8 @@ def precision_text(recipe: ResolvedRecipe) -> str:
 
 
 def in_words(one: Estimate) -> str:
-    """Describe an estimate's memory and, if the estimate fits and its speed is known, its speed."""
+    """Describe the memory use of an estimate. If the estimate fits in memory and its speed is
+    known, also describe the speed."""
     if one.problem:
         return one.problem
     fits = "fits" if one.fits else "may not fit" if one.may_fit_compiled else "DOES NOT FIT"
@@ -125,8 +127,8 @@ def _between_steps(one: Estimate) -> str:
 
 
 def memory_table(one: Estimate) -> Table:
-    """Return a table of memory by part, for training and for the phase between steps that takes the
-    most memory."""
+    """Return a table of the memory use by part, such as weights and activations. It has a column
+    for training and a column for the phase between steps that takes the most memory."""
     columns = [
         (name, p)
         for name, p in (("training", one.training), (_between_steps(one), one.evaluation))
@@ -150,9 +152,9 @@ def memory_table(one: Estimate) -> Table:
 
 
 def method_rows(plan: Plan) -> Table:
-    """Return a table of memory and speed for each method, compared with the unchanged recipe. If
-    the memory with a method is only known without torch.compile, it is compared with the recipe's
-    memory without torch.compile."""
+    """Return a table that compares the memory use and speed with each method to those of the
+    unchanged recipe. If the memory use with a method is only known without torch.compile, it is
+    compared to the recipe's memory use without torch.compile."""
     rows: Table = [("method", "memory", "saves", "tokens/s", "speed")]
     first = plan.as_it_stands
     assert first.training is not None
@@ -181,8 +183,8 @@ def method_rows(plan: Plan) -> Table:
 
 
 def changed_options(one: Estimate) -> dict[str, str]:
-    """Return the changes of an estimate to the recipe, as options of `train`: `section.key` ->
-    value."""
+    """Return the changes that an estimate makes to the recipe as options for `train`, which map
+    `section.key` to a value."""
     found: dict[str, str] = {}
     for key in one.changes:
         value = _value(one, key)
@@ -261,9 +263,9 @@ def _suggestion(plan: Plan) -> Iterator[str]:
 
 
 def _limit(plan: Plan, epochs: float) -> str:
-    """Explain why the run does not make more passes over the text, as the end of a sentence. Return
-    "" if the budget is the only reason."""
-    # The comparison is not exact, because a run has a whole number of steps.
+    """Return the end of a sentence that explains why the run does not make more passes over the
+    text. Return "" if the budget is the only reason."""
+    # The comparison allows a small difference, because a run has a whole number of steps.
     if plan.budget.seconds is None or epochs < 0.9 * largest_epochs(plan.recipe):
         return ""
     if plan.recipe.schedule.epochs:
@@ -293,8 +295,8 @@ def speed(rate: Range) -> str:
 
 def _rate(one: Estimate) -> str:
     if not one.fits:
-        # The known memory is that of the step without torch.compile, which usually needs more
-        # memory.
+        # This is the memory use without torch.compile, which is usually higher than with
+        # torch.compile.
         return "may not fit" if one.may_fit_compiled else "does not fit"
     rate = one.tokens_per_second
     return "" if rate is None else f"{rate.expected:,.0f}"

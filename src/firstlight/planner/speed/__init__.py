@@ -1,1 +1,1 @@
-"""Predict the speed of a training step from the operators that a trace counted."""
+"""Predict the speed of a training step from the operators in its trace."""

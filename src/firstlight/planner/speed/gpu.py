@@ -1,9 +1,9 @@
 """Predict the time of an operator on a GPU in the table, from the operator's work and the GPU's
 rates.
 
-This is the roofline model (Williams et al. 2009): an operator takes as long as its FLOPs or its
-memory traffic, whichever takes longer. Kernels reach only a fraction of the data sheet's rates,
-which is given as a range:
+According to the roofline model (Williams et al. 2009), the time of an operator is the time for its
+FLOPs or the time for its memory traffic, whichever is longer. Kernels reach only a fraction of the
+rates in the data sheet. These fractions are given as ranges:
 
 - large matrix products: 0.45 to 0.85 of the dense peak, 0.65 expected;
 - flash attention: 0.35 to 0.70 forward, 0.30 to 0.60 backward. FlashAttention-2 (Dao 2023) measured
@@ -14,16 +14,17 @@ which is given as a range:
   Launches take no additional time as long as the GPU is busy.
 
 A matrix product is divided into tiles of 128 x 128, which multiprocessors process in waves. Time is
-lost on the parts of tiles beyond the edge of the matrix, and on idle multiprocessors in the last
-wave (tile and wave quantization, in NVIDIA's "Matrix Multiplication Background User's Guide"). The
-start and end of each tile take as long as about 64 more elements of the inner dimension.
+lost if tiles extend beyond the edge of the matrix, and if multiprocessors are idle in the last
+wave. NVIDIA's "Matrix Multiplication Background User's Guide" calls this tile and wave
+quantization. Starting and finishing a tile takes as long as processing about 64 elements of the
+inner dimension.
 
-For GPU types that `python -m benchmarks gpu` has measured (an H100), fitted constants
-(`measured_gpus.json`) replace these fractions. Other types use the H100's constants, scaled by the
-fraction of the data sheet's rate that each type reaches in large products (`assumed_shares`). The
-order of two GPUs therefore follows from their data sheets, and does not depend on which of them was
-measured. For types that were not measured, the ranges are as wide as above. This is wide enough to
-include two published speeds of GPT-2 124M in compiled bf16 on an A100 with 40 GB:
+For GPU types that were measured with `python -m benchmarks gpu`, these fractions are replaced by
+fitted constants (`measured_gpus.json`). So far, this is only the H100. All other types use the
+H100's constants, scaled by the fraction of the data sheet's rate that each type reaches in large
+products (`assumed_shares`). The order of two GPUs therefore depends on their data sheets, and not
+on which of them was measured. For types that were not measured, the ranges have the widths given
+above. They include two published speeds of GPT-2 124M in compiled bf16 on an A100 with 40 GB:
 
 - 135 ms for 12 x 1024 tokens (nanoGPT's README);
 - 115,000 tokens/s with 32 x 1024 tokens (karpathy/llm.c, pull request 323, PCIe).
@@ -63,10 +64,11 @@ Kind = Literal[
 ]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 
-#: Phases whose memory-bound operators belong to the "optimizer" kind.
+#: Phases in which memory-bound operators are counted under the "optimizer" kind.
 _OPTIMIZER_PHASES = ("optimizer", "clipping")
 
-#: Products of each expert's rows with its weight, for all experts in one call (`models.moe`).
+#: Operators that multiply the rows of each expert by the expert's weight, for all experts in one
+#: call (`models.moe`).
 _GROUPED = ("grouped_linear", "grouped_linear_backward")
 
 _PRODUCTS = (
@@ -84,7 +86,7 @@ _PRODUCTS = (
 
 _ATTENTION = ("scaled_dot_product", "flash_attention", "flex_attention", "blockwise_attention")
 
-#: Number of tensors that the attention kernels receive without a mask.
+#: Number of tensor arguments of each attention kernel if there is no mask.
 _INPUTS_WITHOUT_MASK = {
     "_scaled_dot_product_flash_attention_for_cpu": 3,
     "_scaled_dot_product_flash_attention_for_cpu_backward": 6,
@@ -92,7 +94,8 @@ _INPUTS_WITHOUT_MASK = {
     "blockwise_attention_backward": 4,
 }
 
-#: Operators that do not launch a kernel: they return a view, an uninitialised tensor, or no tensor.
+#: Operators that do not launch a kernel, because they return a view, an uninitialised tensor, or no
+#: tensor.
 _FREE = frozenset(
     """view _unsafe_view reshape expand alias detach t transpose permute numpy_T slice select
     split unbind unsqueeze squeeze empty empty_like new_empty empty_strided lift_fresh
@@ -111,8 +114,8 @@ def is_free(operator: Operator) -> bool:
 
 
 def kind_of(operator: Operator) -> Kind:
-    """Return the kind under which an operator's time is counted. Operators that do not launch a
-    kernel also have a kind."""
+    """Return the kind of operator under which the time of this operator is counted. Operators that
+    do not launch a kernel also have a kind."""
     name = operator.base_name
     if operator.name.startswith(("c10d", "_c10d_functional")):
         return "communication"
@@ -164,7 +167,7 @@ class MatrixProduct:
 
 def product_of(operator: Operator) -> MatrixProduct:
     """Return the matrix product of an operator of the "matrix_products" kind. The grouped products
-    of all experts are treated as one product of all rows with a single weight; their backward pass
+    of all experts are treated as one product of all rows with a single weight. Their backward pass
     is treated as two such products."""
     name = operator.base_name
     if is_grouped(operator):
@@ -182,9 +185,9 @@ def product_of(operator: Operator) -> MatrixProduct:
     return MatrixProduct(1, math.prod(first[:-1]), n, k, dtype=dtype, added=added)
 
 
-#: Memory traffic of each in-place operator on lists, as a multiple of the bytes of its inputs. A
-#: trace does not contain the results of these operators. AdamW reads four tensors and writes three
-#: of them, all except the gradient.
+#: Memory traffic of in-place operators on tensor lists, as a multiple of the size of their inputs.
+#: Their results are not part of the trace. AdamW reads four tensors and writes all of them except
+#: the gradient.
 _LIST_TRAFFIC = {
     "_fused_adamw_": 7 / 4,
     "_fused_adam_": 7 / 4,
@@ -212,8 +215,8 @@ def streamed_bytes(operator: Operator) -> float:
     if name == "nll_loss_forward":
         return float(total_bytes(operator.inputs[1:]))
     if name in ("nll_loss_backward", "embedding_dense_backward"):
-        # These operators first set the full gradient to zero. For nll_loss, all other traffic is
-        # negligible.
+        # These operators first set the full gradient to zero. For nll_loss, all other memory
+        # traffic is negligible.
         return float(
             total_bytes(operator.outputs) + 2 * total_bytes(operator.inputs[:1])
             if name.startswith("emb")
@@ -229,7 +232,7 @@ def streamed_bytes(operator: Operator) -> float:
 
 @dataclass(frozen=True)
 class Range:
-    """An expected value and its range, from the slowest run to the fastest.
+    """An expected value and its range, from the slowest to the fastest run.
 
     Attributes:
         slow, expected, fast: durations in seconds, rates or fractions. `slow` is the longest
@@ -251,7 +254,8 @@ class Range:
 
     @classmethod
     def around(cls, seconds: float, error: float) -> Range:
-        """Return a range of durations with a relative error on both sides."""
+        """Return a range of durations that extends by a relative error on both sides of
+        `expected`."""
         return cls(seconds * (1 + error), seconds, seconds * (1 - error))
 
     @classmethod
@@ -270,14 +274,16 @@ ZERO = Range(0.0, 0.0, 0.0)
 
 @dataclass(frozen=True)
 class Shares:
-    """Fractions of a GPU's data-sheet rates that kernels reach, and times that data sheets do not
-    list. For the sources, see the docstring of this module.
+    """Fractions of a GPU's data-sheet rates that kernels reach, and durations that data sheets do
+    not specify. For the sources, see the docstring of this module.
 
     Attributes:
-        products: fraction of the peak that matrix products reach, apart from losses due to tiles.
-        attention, attention_backward: fractions of the peak that the fused kernels reach.
-        bandwidth: fraction of the memory's bandwidth that kernels reach.
-        link: fraction of the bandwidth of the link between GPUs that communication reaches.
+        products: fraction of the peak rate that matrix products reach, not counting the time that
+            is lost because of tiles.
+        attention, attention_backward: fractions of the peak rate that fused attention kernels reach
+            in the forward and in the backward pass.
+        bandwidth: fraction of the memory bandwidth that kernels reach.
+        link: fraction of the bandwidth between GPUs that communication reaches.
         overlap: fraction of the computation that can overlap with communication.
         kernel_seconds: duration of the shortest kernel.
         launch_seconds: host time to launch an operator from Python.
@@ -285,13 +291,13 @@ class Shares:
         fused_traffic: bytes that torch.compile's fused kernels move, as a multiple of
             `throughput.fused_bytes`. The multiple is above 1 because a norm reads its input twice,
             residuals are also read and written, and gradients of biases are summed.
-        fp32_products: the same as `products` for fp32. This value and the next three are those of
-            an H100.
-        misaligned: speed of products with rows that are not a multiple of `PACKET_BYTES`, as a
-            fraction of the speed of other products.
-        dispatch_launches: additional host time of an operator that selective checkpointing
-            intercepts, as a multiple of `launch_seconds`.
-        update_launches: host time of one call of a torch optimizer, as a multiple of
+        fp32_products: fraction of the peak rate that fp32 matrix products reach. The defaults of
+            this attribute and the next three attributes were measured on an H100.
+        misaligned: speed of matrix products whose row size is not a multiple of `PACKET_BYTES`, as
+            a fraction of the speed of aligned products.
+        dispatch_launches: additional host time for each operator that is intercepted by selective
+            activation checkpointing, as a multiple of `launch_seconds`.
+        update_launches: host time for one step of a torch optimizer, as a multiple of
             `launch_seconds`.
         source: where these figures come from, as shown to the user.
     """
@@ -315,20 +321,22 @@ class Shares:
 
 DEFAULT_SHARES = Shares()
 
-#: Bytes that matrix units read at a time; rows of other sizes use slower kernels.
+#: Bytes that matrix units read at a time. If the size of a row is not a multiple of this number, a
+#: slower kernel is used.
 PACKET_BYTES = 16
 #: Rows and columns of a tile of a matrix product.
 _TILE = 128
-#: Number of elements along the inner dimension that take as long as the start and the end of a
-#: tile.
+#: Starting and finishing a tile takes as long as processing this number of elements along the inner
+#: dimension.
 _TILE_ENDS = 64
-#: Clock rates in Hz on which the data sheets of consumer GPUs base their rates, by compute
-#: capability; 1.8 GHz for other capabilities.
+#: Clock rates in Hz for which the data sheets of consumer GPUs state their FLOP/s, by compute
+#: capability. For capabilities that are not listed, 1.8 GHz is assumed.
 _CLOCKS = {(8, 6): 1.7e9, (8, 9): 2.5e9, (12, 0): 2.4e9}
-#: fp32 operations of one multiprocessor per cycle: 128 lanes with two operations each.
+#: Number of fp32 operations that a multiprocessor executes per cycle. It has 128 lanes with two
+#: operations each.
 _OPERATIONS_A_CYCLE = 128 * 2
-#: Number of multiprocessors of GPUs for which it can't be computed from the fp32 rate, because
-#: their multiprocessors have 64 fp32 lanes (V100, A100) or twice the usual rate.
+#: Number of multiprocessors by GPU. For these GPUs, it can't be computed from the fp32 rate,
+#: because their multiprocessors have 64 fp32 lanes (V100, A100) or twice the usual rate.
 _MULTIPROCESSORS = {
     "V100": 80,
     "RTX 2080 Ti": 68,
@@ -346,22 +354,23 @@ _MULTIPROCESSORS = {
 
 
 def multiprocessors(gpu: GPU) -> int:
-    """Return the number of multiprocessors of a GPU. For server GPUs, it is looked up by name; for
-    other GPUs, it is computed from the fp32 rate."""
+    """Return the number of multiprocessors of a GPU. For server GPUs, the number is looked up by
+    name. For all other GPUs, it is computed from the fp32 rate."""
     for name in sorted(_MULTIPROCESSORS, key=len, reverse=True):
         if gpu.name.startswith(name):
             return _MULTIPROCESSORS[name]
-    # Consumer GPUs differ in the number of multiprocessors, not in the work of each multiprocessor
-    # per cycle.
+    # The multiprocessors of all consumer GPUs execute the same number of operations per cycle, so
+    # only their number differs.
     clock = _CLOCKS.get(gpu.capability, 1.8e9)
     return max(1, round(gpu.fp32 / (_OPERATIONS_A_CYCLE * clock)))
 
 
 #: Fraction of the data sheet's 16-bit rate that torch's large matrix products reach. All values
-#: except the T4's were measured with one program (github.com/zzc0721/torch-performance-test-data,
-#: `database.md`, January 2026), whose value for the H100 agrees with firstlight's measurement. With
-#: its power limit of 70 W, the T4 reaches 42 TFLOP/s for an instant, but only 24 in continuous
-#: products (forums.developer.nvidia.com, topic 264462).
+#: except the one for the T4 were measured with the same program
+#: (github.com/zzc0721/torch-performance-test-data, `database.md`, January 2026). Its value for the
+#: H100 agrees with firstlight's own measurement. With its power limit of 70 W, the T4 reaches 42
+#: TFLOP/s for an instant, but only 24 in continuous products (forums.developer.nvidia.com, topic
+#: 264462).
 _REACHED = {
     "T4": 24 / 65,
     "L4": 0.58,
@@ -379,12 +388,14 @@ _REACHED = {
 
 
 def reached_share(gpu: GPU) -> float:
-    """Return the fraction of the data sheet's 16-bit rate that large matrix products alone reach.
+    """Return the fraction of the data sheet's 16-bit rate that a GPU reaches while it only computes
+    large matrix products.
 
-    For GPUs without a published measurement, the fraction depends on their matrix units. If the
-    units have half the usual rate, as in GeForce cards, the fraction is 1, because the board
-    supplies enough power for this rate (RTX 3060, 3090, 4090: 1.0 to 1.08). Otherwise, the fraction
-    is 0.8 (RTX A6000: 0.79, L40S: 0.74).
+    For GPUs without a published measurement, the fraction depends on the matrix units. In GeForce
+    cards, these units have half the usual rate. The fraction is then 1, because the board supplies
+    enough power for this rate. The fractions of the RTX 3060, 3090 and 4090 are 1.0 to 1.08. In all
+    other cases, the fraction is 0.8, which is close to the fractions of the RTX A6000 (0.79) and
+    the L40S (0.74).
     """
     for name in sorted(_REACHED, key=len, reverse=True):
         if re.match(rf"{name}\b", gpu.name):
@@ -393,8 +404,8 @@ def reached_share(gpu: GPU) -> float:
 
 
 def tile_share(product: MatrixProduct, units: int) -> float:
-    """Return the fraction of a GPU's peak that a matrix product can reach despite partly filled
-    tiles and idle multiprocessors.
+    """Return the fraction of a GPU's peak rate that a matrix product can reach at most, given its
+    partly filled tiles and idle multiprocessors.
 
     Args:
         product: the product's sizes and dtype.
@@ -411,7 +422,7 @@ def tile_share(product: MatrixProduct, units: int) -> float:
 
 
 def dtype_flops(gpu: GPU, dtype: torch.dtype, precision: str) -> float:
-    """Return the peak FLOP/s of matrix products of a dtype. For fp32, return TF32's peak if
+    """Return the peak FLOP/s of matrix products in a dtype. For fp32, return the peak of TF32 if
     `precision` is "tf32"."""
     if dtype == torch.bfloat16:
         return gpu.peak_flops("bf16")
@@ -420,9 +431,9 @@ def dtype_flops(gpu: GPU, dtype: torch.dtype, precision: str) -> float:
     return gpu.peak_flops("tf32" if precision == "tf32" else "fp32")
 
 
-#: Bytes read and written to cast the factors of an fp8 product, relative to the factors' bytes in
-#: bf16. Finding the maximum absolute values of the factors is not included, because the compiled
-#: kernels that produce the factors do so.
+#: Number of bytes that are read and written to cast the factors of an fp8 product, as a multiple of
+#: the size of the factors in bf16. The traffic for finding the maximum absolute values of the
+#: factors is not included, because this is part of the compiled kernels that produce the factors.
 _FP8_CASTS = 1.5
 
 
@@ -445,9 +456,9 @@ def kernel_seconds(
     *,
     fp8: bool = False,
 ) -> Range:
-    """Return the seconds of one call on the GPU according to the roofline model. If `fp8` is True,
-    the call is an fp8 product that was traced in bf16, and the seconds include the casts of its
-    factors."""
+    """Return the duration of a call on the GPU in seconds, according to the roofline model. If
+    `fp8` is True, the call is an fp8 product that was traced in bf16, and the duration includes the
+    time to cast its factors."""
     if is_free(operator):
         return ZERO
     floor = shares.kernel_seconds
@@ -472,8 +483,9 @@ def kernel_seconds(
 
 
 def product_share(product: MatrixProduct, precision: str, shares: Shares) -> Range:
-    """Return the fraction of the peak that a matrix product reaches, apart from losses due to
-    tiles. A misaligned number of tokens is treated like misaligned rows, which are slower."""
+    """Return the fraction of the peak rate that a matrix product reaches, not counting the time
+    that is lost because of tiles. Products with misaligned rows are slower. A misaligned number of
+    tokens is treated in the same way."""
     if product.dtype == torch.float32 and precision != "tf32":
         return shares.fp32_products
     packet = PACKET_BYTES // product.dtype.itemsize
@@ -485,16 +497,16 @@ def product_share(product: MatrixProduct, precision: str, shares: Shares) -> Ran
 def attention_flops(operator: Operator) -> float:
     """Return the FLOPs of an attention kernel's matrix products.
 
-    Attention in training is causal. Without a mask, torch's kernels compute half of all scores;
-    with a mask, they compute all scores. Blockwise attention skips the keys after the last query of
-    a block.
+    Attention in training is causal. Without a mask, torch's kernels compute half of all scores.
+    With a mask, they compute all scores. For each block of queries, blockwise attention skips the
+    keys after the last query of the block.
     """
     backward = "backward" in operator.name
     shapes = [shape for shape, _ in operator.inputs if len(shape) == 4]
     query, key = shapes[1:3] if backward else shapes[:2]
     batch, heads, new, size = query
-    # The forward pass has two products. The backward pass has five: the recomputed scores, and the
-    # gradients of four factors.
+    # The forward pass has two matrix products. The backward pass has five, for the recomputed
+    # scores and for the gradients of four factors.
     products = 5 if backward else 2
     each = products * 2.0 * batch * heads * size
     if "blockwise" in operator.name:
@@ -507,14 +519,15 @@ def _over(work: float, rate: Range) -> Range:
     return Range(*(work / value for value in rate))
 
 
-#: Version of the file format; files of other versions are ignored.
+#: Version of the file format. Files with a different version are ignored.
 FORMAT = 1
 
-#: Fitted constants included in the package, for the GPU types that were measured.
+#: File in the package with the fitted constants of the GPU types that were measured.
 PACKAGED = Path(__file__).with_name("measured_gpus.json")
 
-#: Minimum and maximum of each fitted constant, keyed by its name in `Shares`. The constants for the
-#: backward pass of attention and for compiled launches are computed from the fitted constants.
+#: Minimum and maximum of each fitted constant, keyed by the name of its attribute in `Shares`. The
+#: attributes for the backward pass of attention and for compiled launches are not fitted, but
+#: computed from the fitted constants.
 BOUNDS: dict[str, tuple[float, float]] = {
     "products": (0.2, 1.0),
     "attention": (0.1, 1.0),
@@ -523,23 +536,24 @@ BOUNDS: dict[str, tuple[float, float]] = {
     "fused_traffic": (0.6, 4.0),
 }
 
-#: Minimum relative width of a range on each side, because repeated runs of the same program differ
-#: by this much.
+#: Minimum relative width of a range on each side. Repeated runs of the same program differ by this
+#: much.
 _LEAST_ERROR = 0.03
 
 
 @dataclass(frozen=True)
 class MeasuredGpu:
-    """The fitted constants of a GPU type, and the error of predictions with them.
+    """The constants that were fitted to measurements on one type of GPU, and the error of
+    predictions with these constants.
 
     Attributes:
         constants: value for each name in `BOUNDS`.
-        error: absolute relative error that 95% of the held-out configurations do not exceed.
+        error: 95th percentile of the absolute relative error on the held-out configurations.
         fitted: number of configurations to which the constants were fitted.
         held_out: number of configurations on which the error was measured.
-        torch: torch version that was measured.
-        context_bytes: GPU memory of a process outside torch's allocator; None if it was not
-            measured.
+        torch: version of torch with which the measurements were made.
+        context_bytes: GPU memory in bytes that a process uses outside torch's allocator; None if it
+            was not measured.
     """
 
     constants: Mapping[str, float]
@@ -551,7 +565,7 @@ class MeasuredGpu:
 
     @property
     def source(self) -> str:
-        """Where speeds predicted with these constants come from, as shown to the user."""
+        """Description of where predictions with these constants come from, as shown to the user."""
         return (
             f"measured on this GPU type: {self.fitted} configurations fitted, {self.held_out} "
             f"others within {self.error:.0%} (torch {self.torch})"
@@ -559,7 +573,7 @@ class MeasuredGpu:
 
 
 def shares_of(constants: Mapping[str, float], error: float = 0.0, source: str = "") -> Shares:
-    """Return the model's shares for fitted constants.
+    """Return the `Shares` that result from fitted constants.
 
     Args:
         constants: value for each name in `BOUNDS`.
@@ -586,8 +600,8 @@ def shares_of(constants: Mapping[str, float], error: float = 0.0, source: str = 
         kernel_seconds=seconds(default.kernel_seconds.expected),
         launch_seconds=seconds(constants["launch_seconds"]),
         compiled_launch_seconds=seconds(constants["launch_seconds"] * compiled),
-        # These constants do not have their own ranges, because the ranges of the products and of
-        # the bandwidth already apply to them.
+        # These constants do not have separate ranges, because they are multiplied by the rates of
+        # products or by the bandwidth, which already have ranges.
         misaligned=Range.exact(default.misaligned.expected),
         fused_traffic=Range.exact(constants["fused_traffic"]),
         source=source or default.source,
@@ -595,18 +609,18 @@ def shares_of(constants: Mapping[str, float], error: float = 0.0, source: str = 
 
 
 def measured_gpu(gpu: GPU) -> MeasuredGpu | None:
-    """Return the measurements for a GPU's type, or None if there are no measurements."""
+    """Return the measurements for this type of GPU, or None if it was not measured."""
     return all_measured(cache_folder() / "calibration" / "gpus.json").get(gpu.name)
 
 
 def assumed_shares(gpu: GPU) -> Shares:
-    """Return the shares of a GPU whose type was not measured: the H100's shares, with the ranges of
-    `DEFAULT_SHARES`.
+    """Return the shares for a type of GPU that was not measured. They are the H100's shares with
+    the wider ranges of `DEFAULT_SHARES`.
 
-    The time to launch a kernel is that of the H100's host. Large products reach the same fraction
-    of `reached_share` as on the H100. For GPUs of the same capability, the share of fused attention
-    is the H100's, because they run the same kernels. For other GPUs, it is the share in
-    `DEFAULT_SHARES`.
+    The time to launch a kernel is the time that was measured on the H100's host. Large products
+    reach the same fraction of `reached_share` as on the H100. GPUs with the same capability as the
+    H100 run the same attention kernels and therefore get the H100's share for fused attention. All
+    other GPUs get the share in `DEFAULT_SHARES`.
     """
     anchor = GPUS["H100"]
     measured = measured_gpu(anchor)
@@ -624,8 +638,8 @@ def assumed_shares(gpu: GPU) -> Shares:
 
 
 def shares_for(gpu: GPU) -> Shares:
-    """Return the fitted shares of a GPU's type, or the `assumed_shares` if the type was not
-    measured."""
+    """Return the fitted shares for this type of GPU, or the result of `assumed_shares` if it was
+    not measured."""
     found = measured_gpu(gpu)
     if found is None:
         return assumed_shares(gpu)
@@ -633,8 +647,8 @@ def shares_for(gpu: GPU) -> Shares:
 
 
 def read_measured(path: Path) -> dict[str, MeasuredGpu]:
-    """Return the measurements in a file by GPU name, or {} if the file is missing, is damaged or
-    has a different format."""
+    """Return the measurements in a file, keyed by GPU name. Return {} if the file is missing,
+    damaged or in a different format."""
     try:
         values = read_json(path)
         if values["format"] != FORMAT:
@@ -646,8 +660,8 @@ def read_measured(path: Path) -> dict[str, MeasuredGpu]:
 
 @functools.cache
 def all_measured(own: Path) -> dict[str, MeasuredGpu]:
-    """Return the measurements included in the package, updated with the measurements in a file on
-    this machine."""
+    """Return the measurements that are included in the package, updated with the measurements that
+    were made on this machine."""
     return read_measured(PACKAGED) | read_measured(own)
 
 

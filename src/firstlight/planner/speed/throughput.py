@@ -1,12 +1,13 @@
-"""Estimate the speed of a training step: predict it for a GPU from the operators that a trace
-counted, or time steps on this machine.
+"""Estimate the speed of a training step. The speed on a GPU is predicted from the operators in a
+trace. Alternatively, steps are timed on this machine.
 
-Predictions use two models of the hardware: a model of the GPU, based on its data sheet or on fitted
-constants (`gpu.py`), and a model of the links between GPUs and to the CPU (`Exchange`).
+Predictions use two hardware models. The model of the GPU is based on its data sheet or on fitted
+constants (`gpu.py`). The second model describes communication between GPUs and between GPU and CPU
+(`Exchange`).
 
-The trace of a step does not contain the kernels of torch.compile, which fuse everything between
-matrix products and attention. The operands and results of products and attention still pass through
-memory; `fused_bytes` counts their bytes.
+The trace of a step does not contain the kernels that torch.compile generates. These kernels fuse
+all operators between matrix products and attention. Only the operands and results of matrix
+products and attention are then read from and written to memory; `fused_bytes` returns their size.
 """
 
 from __future__ import annotations
@@ -57,24 +58,27 @@ PCIE_BANDWIDTH = 32e9
 
 @dataclass(frozen=True)
 class Exchange:
-    """Communication of one optimizer step.
+    """Communication in one optimizer step.
 
     Attributes:
-        gathers_weights: True if weights are all-gathered in each pass, and gradients
-            reduce-scattered once per step (FSDP); False if gradients are all-reduced once (DDP).
+        gathers_weights: True for FSDP, which all-gathers weights in each pass and reduce-scatters
+            gradients once per step. False for DDP, which all-reduces gradients once per step.
         processes: number of processes that share the batch.
-        weight_bytes: bytes of the weights that these processes share, in the dtype that is sent.
-        gradient_bytes: bytes of the gradients of these weights, in the dtype that is sent.
+        weight_bytes: size in bytes of the weights that these processes share, in the dtype in which
+            they are sent.
+        gradient_bytes: size in bytes of the gradients of these weights, in the dtype in which they
+            are sent.
         micro_batches: number of micro-batches per step.
-        tensor_parallel: number of processes that share each layer. The total number of processes is
-            `processes` x `tensor_parallel` x `stages`.
-        hidden_bytes: bytes of a micro-batch's hidden states.
+        tensor_parallel: number of processes over which each layer is sharded. The total number of
+            processes is `processes` x `tensor_parallel` x `stages`.
+        hidden_bytes: size in bytes of the hidden states of a micro-batch.
         layers: number of layers of a pipeline stage. With tensor parallelism, each layer sums the
             hidden states four times per micro-batch (Shoeybi et al. 2019, arXiv 1909.08053).
         stages: number of pipeline stages.
         offloaded_bytes: bytes moved between CPU and GPU memory per step, in both directions.
-        link: bytes per second between GPUs, in one direction; 0 for the bandwidth in the GPU table.
-        host_link: bytes per second between CPU and GPU, in one direction.
+        link: bandwidth between GPUs in one direction, in bytes per second. If it is 0, the
+            bandwidth in the GPU table is used.
+        host_link: bandwidth between CPU and GPU in one direction, in bytes per second.
     """
 
     gathers_weights: bool = False
@@ -92,7 +96,7 @@ class Exchange:
 
 
 def overlapping_bytes(exchange: Exchange) -> float:
-    """Return the bytes of weights and gradients that each process sends per step. This
+    """Return the number of bytes of weights and gradients that each process sends per step. This
     communication overlaps with computation.
 
     In a ring of n processes, an all-gather or reduce-scatter sends (n - 1) / n of the data, and an
@@ -100,7 +104,7 @@ def overlapping_bytes(exchange: Exchange) -> float:
     """
     share = (exchange.processes - 1) / exchange.processes
     if exchange.gathers_weights:
-        # Unsharded gradients are accumulated until the last micro-batch; see
+        # Gradients are accumulated without being sharded until the last micro-batch; see
         # `FSDPEngine.backward_pass`.
         gathered = 2 * exchange.weight_bytes * exchange.micro_batches
         return share * (gathered + exchange.gradient_bytes)
@@ -108,19 +112,20 @@ def overlapping_bytes(exchange: Exchange) -> float:
 
 
 def waiting_bytes(exchange: Exchange) -> float:
-    """Return the bytes of activations and their gradients that each process sends per step. This
-    communication does not overlap with computation."""
+    """Return the number of bytes of activations and activation gradients that each process sends
+    per step. This communication does not overlap with computation."""
     count = exchange.tensor_parallel
-    # Hidden states are summed after attention and after the MLP, in both the forward and the
-    # backward pass.
+    # Hidden states are summed over the processes after attention and after the MLP, in both the
+    # forward and the backward pass.
     sums = 4 * exchange.layers * exchange.micro_batches
     passed = 2 * exchange.micro_batches * exchange.hidden_bytes if exchange.stages > 1 else 0.0
     return 2 * (count - 1) / count * exchange.hidden_bytes * sums + passed
 
 
 def bubble(exchange: Exchange) -> float:
-    """Return the idle time of a pipeline's stages at the start and end of a step, as a fraction of
-    the computation: (stages - 1) / micro-batches (Narayanan et al. 2021, arXiv 2104.04473)."""
+    """Return the time for which the stages of a pipeline are idle at the start and end of a step,
+    as a fraction of the computation time. It is (stages - 1) / micro-batches (Narayanan et al.
+    2021, arXiv 2104.04473)."""
     return (exchange.stages - 1) / exchange.micro_batches
 
 
@@ -131,9 +136,10 @@ def exchange_seconds(
 
     Args:
         exchange: communication of the step.
-        link: bytes per second between GPUs, in one direction; ignored if `exchange.link` is set.
-        beside: seconds of computation that can overlap with communication.
-        shares: fractions of the links' rates and of the overlap that are reached.
+        link: bandwidth between GPUs in one direction, in bytes per second. It is ignored if
+            `exchange.link` is set.
+        beside: duration in seconds of the computation with which communication can overlap.
+        shares: fractions of the bandwidth and of the possible overlap that are reached in practice.
     """
     rate = exchange.link or link
     overlapping, waiting = overlapping_bytes(exchange), waiting_bytes(exchange)
@@ -148,10 +154,10 @@ def exchange_seconds(
 
 Bound = Literal["compute", "memory bandwidth", "launching", "communication"]
 
-#: Phases that torch.compile compiles, and in which a pipeline's stages wait for each other.
+#: Phases of the forward and backward pass. They are compiled by torch.compile, and the stages of a
+#: pipeline wait for each other in them.
 _COMPILED_PHASES = ("forward", "loss", "backward of loss", "backward")
-#: Embedding look-ups and the sums of their gradients, which are separate kernels even in compiled
-#: code.
+#: Embedding lookups and their backward operators, which are separate kernels even in compiled code.
 _NOT_FUSED = ("embedding", "embedding_dense_backward")
 
 
@@ -161,17 +167,18 @@ class Workload:
 
     Attributes:
         global_batch_tokens: tokens per step, summed over all processes.
-        flops_per_token: training FLOPs per token; see `models.accounting.train_flops_per_token`.
-        precision: the recipe's `efficiency.precision`, resolved.
+        flops_per_token: training FLOPs per token, as computed by
+            `models.accounting.train_flops_per_token`.
+        precision: resolved value of the recipe's `efficiency.precision`.
         compiled: True if torch.compile compiles the forward and the backward pass.
         cuda_graphs: True if a step is launched as one CUDA graph.
         dispatches: True if each operator of the layers is intercepted in Python (selective
             checkpointing).
-        updates: number of calls of torch optimizers per step.
-        fp8_products: sizes of the products in fp8. Each entry contains the tokens of a micro-batch
-            and the two sizes of a weight, sorted. The products of the gradients have the same
-            sizes.
-        exchange: communication of several processes.
+        updates: number of torch optimizer steps per training step.
+        fp8_products: sizes of the matrix products that are computed in fp8. Each entry is a sorted
+            tuple of the number of tokens in a micro-batch and the two dimensions of a weight. The
+            matrix products for the gradients have the same sizes.
+        exchange: communication between processes and with the CPU.
     """
 
     global_batch_tokens: int
@@ -190,13 +197,14 @@ class SpeedPrediction:
     """Predicted speed of training.
 
     Attributes:
-        step_seconds: seconds of an optimizer step; `slow` is the largest value.
-        tokens_per_second, mfu: speed of all processes together; `slow` is the smallest value. MFU
-            is relative to the peak in a GPU's data sheet, or to the rate of matrix products
-            measured on this machine.
+        step_seconds: duration of an optimizer step in seconds; `slow` is the largest value.
+        tokens_per_second, mfu: total speed of all processes, and model FLOPs utilization; `slow` is
+            the smallest value. MFU is relative to the peak rate in the GPU's data sheet, or to the
+            rate of matrix products that was measured on this machine.
         phases: expected seconds by phase of the step.
         kinds: expected seconds for each name in `KINDS`; {} for steps that were timed.
-        bound: the resource that takes most of the time; None for steps that were timed.
+        bound: name of the resource that limits the speed for most of the time; None for steps that
+            were timed.
         source: where the rates come from, as shown to the user.
         notes: assumptions of the prediction, as shown to the user.
     """
@@ -224,7 +232,8 @@ class SpeedPrediction:
 
 @dataclass
 class _Sums:
-    """Running sums of seconds by phase, by kind of operator and by limiting resource."""
+    """Sums of the seconds in each phase, for each kind of operator and for each limiting
+    resource."""
 
     phases: dict[str, Range] = field(default_factory=dict)
     kinds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(KINDS, 0.0))
@@ -252,14 +261,15 @@ def predict_speed(
         prediction: prediction for one process, with the operators of an optimizer step.
         work: the step's tokens, precision and communication.
         gpu: a GPU of the table.
-        shares: fractions of the GPU's rates that are reached; None for the shares of its type.
+        shares: fractions of the GPU's rates that kernels reach; None to use the shares for its type
+            of GPU.
     """
     shares = shares or shares_for(gpu)
     sums, peak, notes = _on_gpu(prediction.operators, work, gpu, shares)
     exchange = work.exchange
     if waits := bubble(exchange):
-        # Stages wait for each other only during the passes, because each stage updates its own
-        # parameters independently.
+        # Stages wait for each other only during the forward and backward pass. Each stage updates
+        # its own parameters independently.
         for phase in filter(sums.phases.__contains__, _COMPILED_PHASES):
             sums.add(phase, "communication", sums.phases[phase] * waits)
     sent = exchange_seconds(exchange, gpu.link, sums.phases.get("backward", ZERO), shares)
@@ -267,7 +277,7 @@ def predict_speed(
         sums.add("communication", "communication", sent)
     step = sums.total
     devices = exchange.processes * exchange.tensor_parallel * exchange.stages
-    # The slowest step has the lowest rate, so `slow` is still the first value.
+    # The slowest step has the lowest rate, so `slow` is the first value here as well.
     rates = Range(*(work.global_batch_tokens / max(s, 1e-12) for s in step))
     mfu = Range(*(rate * work.flops_per_token / (peak * devices) for rate in rates))
     return SpeedPrediction(
@@ -300,8 +310,9 @@ def _fuses(entry: OperatorCount, work: Workload) -> bool:
 
 
 def fused_bytes(counts: Iterable[OperatorCount]) -> dict[str, float]:
-    """Return the bytes of the operands and results of matrix products and attention, by phase.
-    The fused kernels of torch.compile move about `Shares.fused_traffic` times as many bytes."""
+    """Return the total size in bytes of the operands and results of matrix products and attention,
+    keyed by phase. The fused kernels of torch.compile read and write about `Shares.fused_traffic`
+    times as many bytes."""
     found: dict[str, float] = {}
     for entry in counts:
         one = entry.operator
@@ -327,28 +338,28 @@ def _on_gpu(
         sums.add(one.phase, kind, seconds)
         launches[one.phase] = launches.get(one.phase, 0.0) + entry.count
         memory = entry.count * streamed_bytes(one) / (shares.bandwidth.expected * gpu.bandwidth)
-        # According to the roofline model, a product is memory-bound if its traffic takes all of its
-        # time.
+        # According to the roofline model, a product is memory-bound if its memory traffic takes
+        # longer than its FLOPs.
         if kind in ("matrix_products", "attention") and memory < seconds.expected:
             sums.compute += seconds.expected
         else:
             sums.memory += seconds.expected
     for phase, size in fused_bytes(counts).items() if work.compiled else ():
         pairs = zip(shares.fused_traffic, shares.bandwidth, strict=True)
-        # `slow` pairs the most traffic with the lowest bandwidth.
+        # The `slow` value combines the largest traffic with the lowest bandwidth.
         traffic = Range(*(size * moved / (gpu.bandwidth * rate) for moved, rate in pairs))
         sums.add(phase, "elementwise", traffic)
         sums.memory += traffic.expected
     if work.dispatches and not work.compiled:
-        # Operators are intercepted in the forward pass, and again when the backward pass recomputes
-        # them.
+        # Operators are intercepted in the forward pass and a second time when they are recomputed
+        # in the backward pass.
         seen = sum(entry.count for entry in counts if entry.operator.phase == "forward")
         for phase in ("forward", "backward"):
             launches[phase] = launches.get(phase, 0.0) + shares.dispatch_launches * seen
     if "optimizer" in launches:
         launches["optimizer"] += shares.update_launches * work.updates
     _add_launching(sums, launches, work, shares)
-    # Two int64 values are copied per token: its id and its label.
+    # Two int64 values are copied per token, which are its id and its label.
     copied = 16.0 * work.global_batch_tokens / work.exchange.processes / work.exchange.host_link
     sums.add("data", "data", Range.exact(copied))
     is_measured = shares.source != DEFAULT_SHARES.source
@@ -365,19 +376,19 @@ def _on_gpu(
 
 
 def _add_launching(sums: _Sums, launches: dict[str, float], work: Workload, shares: Shares) -> None:
-    """Add the seconds in each phase during which the GPU waits for the host to launch the next
+    """For each phase, add the time during which the GPU waits for the host to launch the next
     kernel."""
     if work.cuda_graphs:
         return
     for phase, count in launches.items():
         compiled = work.compiled and phase in _COMPILED_PHASES
-        # Assumption: each product or attention kernel is followed by one fused kernel.
+        # Assume that each matrix product and each attention kernel is followed by one fused kernel.
         number = 2 * count if compiled else count
         each = shares.compiled_launch_seconds if compiled else shares.launch_seconds
         busy = sums.phases.get(phase, ZERO)
         waited = larger(busy, each * number)
-        # Add only the time that exceeds the duration of the kernels, because the next kernels are
-        # launched while the current ones run.
+        # Launching only takes additional time if it takes longer than the kernels themselves,
+        # because the next kernels are launched while the current kernels run.
         extra = Range(*(a - b for a, b in zip(waited, busy, strict=True)))
         sums.add(phase, "launching", extra)
 
@@ -387,7 +398,7 @@ def workload_of(recipe: ResolvedRecipe, exchange: Exchange | None = None) -> Wor
 
     Args:
         recipe: the resolved recipe.
-        exchange: communication of several processes; None for one process.
+        exchange: communication of the step; None for a single process.
     """
     model = recipe.model
     batch = recipe.batch
@@ -417,8 +428,8 @@ def workload_of(recipe: ResolvedRecipe, exchange: Exchange | None = None) -> Wor
 
 
 def updates_of(recipe: ResolvedRecipe) -> int:
-    """Return the number of calls of torch optimizers per step. If the backward pass updates the
-    parameters, there is one call for each list of parameters."""
+    """Return the number of torch optimizer steps per training step. If parameters are updated
+    during the backward pass, there is one optimizer step for each list of parameters."""
     if not recipe.efficiency.optimizer_in_backward:
         return 1
     # The count is approximate with LoRA: adapters are not counted, and frozen weights are included.
@@ -432,12 +443,13 @@ _EACH_MICRO_BATCH = ("forward", "loss", "backward of loss", "backward")
 
 
 def all_micro_batches(prediction: MemoryPrediction, count: int) -> MemoryPrediction:
-    """Return the prediction with the operators of all micro-batches of a step, including those that
-    were not traced.
+    """Return the prediction with the operators of all micro-batches in a step, including
+    micro-batches that were not traced.
 
     Args:
-        prediction: prediction for a step of `count` micro-batches; at most two of them were traced.
-        count: number of micro-batches of the step.
+        prediction: prediction for a step of `count` micro-batches, of which at most two were
+            traced.
+        count: number of micro-batches in the step.
     """
     if count <= _TRACED_MICRO_BATCHES:
         return prediction
@@ -459,7 +471,8 @@ def exchange_of(
         recipe: the resolved recipe.
         parameters: number of the model's parameters.
         processes: number of processes.
-        host_bytes: bytes of a micro-batch's activations that are offloaded to the CPU's memory.
+        host_bytes: size in bytes of the activations of a micro-batch that are offloaded to CPU
+            memory.
     """
     cut, copies = recipe.distributed, copies_of(recipe, processes)
     engine = engine_of(recipe, processes)
@@ -479,8 +492,9 @@ def exchange_of(
         hidden_bytes=tokens * recipe.model.hidden_size * (2.0 if half else 4.0),
         layers=recipe.model.num_hidden_layers // cut.pipeline,
         stages=cut.pipeline,
-        # Offloading transfers 8 bytes per parameter and step: fp32 gradients to the CPU, and
-        # updated fp32 weights back. Each offloaded activation is copied to the CPU and back.
+        # Offloading transfers 8 bytes per parameter in each step, because fp32 gradients are copied
+        # to the CPU and updated fp32 weights are copied back. Offloaded activations are also copied
+        # to the CPU and back.
         offloaded_bytes=(2 / 3 * state if offloads else 0.0) + 2.0 * host_bytes * micro_batches,
     )
 
@@ -491,7 +505,8 @@ def estimate_speed(
     """Predict a recipe's training speed on GPUs in the table. Return None for other machines.
 
     Args:
-        prediction: memory and operators of one process's training step without torch.compile.
+        prediction: memory prediction for the training step of one process without torch.compile,
+            including its operators.
         recipe: the resolved recipe.
         machine: the machine to run on.
     """
@@ -505,7 +520,7 @@ def estimate_speed(
     return predict_speed(counted, workload_of(recipe, exchange), machine.gpu)
 
 
-# The speed of training on this machine, from timed steps of the real model
+# Measuring the speed of training on this machine by timing steps of the real model
 #
 # The model, optimizer and methods of a recipe train for a few steps on random tokens. If that would
 # take too long, a micro-batch of fewer sequences is timed. If even that would take too long, models
@@ -519,24 +534,24 @@ def estimate_speed(
 #: fastest timed step is used, because other programs can only make a step slower.
 _STEPS = 2
 
-#: Maximum time in seconds for timing the steps of a recipe. One step of a two-layer model with one
-#: sequence is always timed.
+#: Maximum time in seconds for timing the steps of a recipe. Even if it is exceeded, one step of a
+#: two-layer model with one sequence is timed.
 SECONDS = 3.0
 
-#: Number of tokens in a micro-batch that keeps a device busy, by kind of device. With fewer tokens,
-#: the time per token is longer.
+#: Number of tokens in a micro-batch that is large enough to keep a device busy, by kind of device.
+#: With fewer tokens, the time per token is longer.
 BUSY_TOKENS = {"cpu": 1024, "cuda": 16384}
 
-#: Assumed time in seconds to create one parameter and to update it in all steps, by kind of device.
+#: Assumed total time in seconds to create one parameter and to update it in all timed steps, by
+#: kind of device.
 _PARAMETER_SECONDS = {"cpu": 2e-8, "cuda": 1e-9}
 
-#: Maximum relative error of a full timed step, and of a step that was computed from smaller ones
-#: (docs/benchmarks/planner.md).
+#: Maximum relative error of the step time, first if a full step was timed and then if the time was
+#: computed from smaller steps (docs/benchmarks/planner.md).
 _ERROR = 0.15
 _SCALED_ERROR = 0.2
 
-#: Version of `hardware.device.peak_flops` that caches the result for each precision, because a
-#: measurement takes some time.
+#: Cached version of `hardware.device.peak_flops`, because measuring the rate takes some time.
 _peak_flops = functools.cache(peak_flops)
 
 
@@ -545,8 +560,8 @@ class StepTime:
     """The time of a training step, without torch.compile.
 
     Attributes:
-        passes: seconds of the forward and backward pass of a micro-batch.
-        update: seconds of clipping and update.
+        passes: duration in seconds of the forward and backward pass of a micro-batch.
+        update: duration in seconds of gradient clipping and the optimizer update.
         peak_flops: FLOP/s of large matrix products in the recipe's precision; see
             `hardware.device.peak_flops`.
         timed: the part of the step that was timed, as shown to the user; "" if the full step was
@@ -559,7 +574,7 @@ class StepTime:
     timed: str = ""
 
     def seconds(self, micro_batches: int) -> float:
-        """Return the seconds of a step with this number of micro-batches."""
+        """Return the duration in seconds of a step with this number of micro-batches."""
         return micro_batches * self.passes + self.update
 
 
@@ -573,7 +588,7 @@ def time_step(recipe: ResolvedRecipe, hardware: Hardware, seconds: float = SECON
 
     Raises:
         ConfigError: the recipe's methods can't be combined.
-        RuntimeError, MemoryError: the step does not fit into memory.
+        RuntimeError, MemoryError: the step does not fit in memory.
     """
     recipe = uncompiled(recipe).model_copy(update={"distributed": DistributedConfig()})
     kind, rows = hardware.device.type, recipe.batch.rows
@@ -596,8 +611,8 @@ def time_step(recipe: ResolvedRecipe, hardware: Hardware, seconds: float = SECON
     if least < 1 or not are_alike(recipe.model) or expected(timed_rows, depth) <= seconds:
         passes, update = _timed(recipe, hardware, timed_rows, seconds)
         return StepTime(share * passes, update, peak, of_rows)
-    # Number of layers of the deeper of two models. The difference between their times is the time
-    # of the additional layers.
+    # Models of two depths are timed, and the difference between their times is the time of the
+    # additional layers. This is the number of layers of the deeper model.
     deep = next(
         (n for n in range(depth, least, -1) if expected(timed_rows, n) <= seconds / 2), least + 1
     )
@@ -613,12 +628,12 @@ def time_step(recipe: ResolvedRecipe, hardware: Hardware, seconds: float = SECON
 def _timed(
     recipe: ResolvedRecipe, hardware: Hardware, rows: int, most_seconds: float
 ) -> tuple[float, float]:
-    """Return the seconds of the passes and of the update of a step of one micro-batch of `rows`
-    sequences.
+    """Time a step that consists of one micro-batch of `rows` sequences. Return the duration of the
+    forward and backward pass and the duration of the update, both in seconds.
 
-    No further step is started after `most_seconds`. The size of the step was chosen based on the
-    speed of matrix products. On a CPU, however, steps in some precisions are much slower than this
-    speed suggests.
+    After `most_seconds`, no further step is started. This limit is necessary because the size of
+    the step was chosen based on the speed of matrix products. On a CPU, steps in some precisions
+    are much slower than this speed suggests.
     """
     batch: dict[str, Any] = {"micro_batch_size": rows, "gradient_accumulation_steps": 1}
     batch |= {"global_batch_tokens": None, "ramp_start_tokens": None, "ramp_steps": None}
@@ -640,7 +655,7 @@ def _timed(
             break
         synchronize(hardware.device)
         start = time.perf_counter()
-        # An update with a learning rate of 0 takes as much time as any other.
+        # An update with a learning rate of 0 takes as much time as any other update.
         program.step([tokens], lr_scale=0.0)
         synchronize(hardware.device)
         times.append((passed - start, time.perf_counter() - passed))
@@ -666,8 +681,8 @@ def timed_speed(recipe: ResolvedRecipe, step: StepTime, gain: float = 1.0) -> Sp
 
 
 def usual_speed(recipe: ResolvedRecipe, rate: float, hardware: Hardware) -> SpeedPrediction:
-    """Return the speed of a recipe whose steps can't be timed. It is derived from the speed of new
-    models of the same size.
+    """Return the speed of a recipe whose steps can't be timed. It is derived from the speed of a
+    new model of the same size.
 
     Args:
         recipe: the resolved recipe.
@@ -693,7 +708,7 @@ def _measured_speed(
     Args:
         recipe: the resolved recipe.
         seconds: seconds of an optimizer step.
-        peak: FLOP/s that `mfu` is relative to.
+        peak: peak FLOP/s from which `mfu` is computed.
         source, phases: attributes of the result; see `SpeedPrediction`.
     """
     frozen = recipe.lora is not None
