@@ -42,9 +42,9 @@ from firstlight.weights.stored import save_weights
 
 _VERSIONS = (2, 3)
 _FACTORS = (ROPE_FACTORS, ROPE_FACTORS_LONG, ROPE_FACTORS_SHORT)
-#: Ids of GGUF's value types "string" and "array".
+#: GGUF type ids of the value types "string" and "array".
 _STRING, _ARRAY = 8, 9
-#: `struct` format characters of GGUF's scalar value types, keyed by the type's id.
+#: Format characters for the `struct` module, keyed by the ids of GGUF's scalar value types.
 _SCALARS = {**dict(enumerate("BbHhIif?")), 10: "Q", 11: "q", 12: "d"}
 #: Maximum number of values in a file's metadata. Each value takes about 100 bytes of memory. A
 #: vocabulary of 262,144 tokens with its merges has 1.3 million values.
@@ -66,7 +66,7 @@ class GGUFModel:
 
     Attributes:
         config: content of Hugging Face's config.json.
-        tensors: fp32 tensors, keyed by Hugging Face name, without a tied head.
+        tensors: fp32 tensors, keyed by Hugging Face name. A tied output head is omitted.
         metadata: all other entries of the file.
         path: path of the file, for messages.
     """
@@ -135,8 +135,8 @@ def read_gguf(path: Path) -> GGUFModel:
 def gguf_folder(path: Path) -> Path:
     """Return a Hugging Face folder with the model of a GGUF file.
 
-    The folder is stored in this machine's cache, with weights in fp32. It is written when the file
-    is opened for the first time or has changed.
+    The folder is stored in the cache on this machine, with the weights in fp32. It is written the
+    first time the file is opened, and again whenever the file has changed.
 
     Raises:
         ModelError, TokenizerError, MissingDependencyError: see `read_gguf` and
@@ -162,8 +162,8 @@ def gguf_folder(path: Path) -> Path:
         model = read_gguf(path)
         tokenizer = model.tokenizer()
         say(f"{path} is opened for the first time: storing its weights in fp32 in {folder}")
-        # Remove the folders of earlier versions of the file, including incomplete folders left
-        # behind by processes that were killed.
+        # Remove the folders created for earlier versions of the file. Some of them may be
+        # incomplete, because the process that was writing them was killed.
         for old in parent.glob(f"*{place}-*"):
             remove_folder(old)
         config = {**model.config, "dtype": "float32", "torch_dtype": "float32"}
@@ -245,8 +245,8 @@ class GGUFParser:
         return metadata, stored, -(-self._position // alignment) * alignment
 
     def require_apart(self, stored: Mapping[str, GGUFTensor]) -> None:
-        """Raise an error if tensors overlap. If they could, a small file could use unlimited
-        memory.
+        """Raise an error if tensors in the file overlap. If this were allowed, a small file could
+        use an unlimited amount of memory.
 
         Raises:
             ModelError: the total size of the tensors exceeds the size of the file.
@@ -306,8 +306,8 @@ class GGUFParser:
         return self._file.read(count)
 
     def _count(self, values: int) -> None:
-        """Add `values` to the number of metadata values, and raise an error if there are too many.
-        Call this method before reading the values.
+        """Add `values` to the number of metadata values read so far, and raise an error if the
+        total is too large. This method must be called before the values are read.
         """
         self._values += values
         if self._values > _MOST_VALUES:
