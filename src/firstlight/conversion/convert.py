@@ -356,7 +356,7 @@ def _checked_options(
 
 
 def _free_place(out: str | Path, source: str | Path) -> Path:
-    """Return `out` as a path. Raise an error if this folder is not empty or is inside the source."""
+    """Return `out` as a path. Raise an error if the folder is not empty or is in the source."""
     out, folder = Path(out).expanduser(), Path(source).expanduser()
     if folder.is_dir() and out.resolve().is_relative_to(folder.resolve()):
         raise InputError(
@@ -703,7 +703,7 @@ def _special_tokens(tokenizer: Tokenizer) -> dict[str, int | None]:
 
 
 def _read_foreign(path: Path, tokenizer: Tokenizer | None, config: str | Path | None) -> Source:
-    """Read a model from a checkpoint of another program. The arguments are those of `read_source`."""
+    """Read a model from a checkpoint of another program. `read_source` documents the arguments."""
     is_pickled = path.name.startswith("pytorch_model") and path.suffix == ".bin"
     if path.suffix.lower() in (".safetensors", ".json") or is_pickled:
         raise InputError(f"{path} is only one file of a model: use its folder, {path.parent}")

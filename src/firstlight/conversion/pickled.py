@@ -105,7 +105,7 @@ def read_pickle(path: Path) -> Any:
         raise
     except (
         Exception
-    ) as error:  # torch raises about ten different classes of errors, including Exception itself.
+    ) as error:  # torch raises about ten classes of errors, including Exception itself.
         raise ModelError(
             f"{path} is damaged, truncated or not a checkpoint with only weights: copy it again, "
             "or save the model's state_dict with the program that created it"
@@ -238,7 +238,7 @@ def named_weights(path: Path, content: Any) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class _PickledTensor:
-    """A tensor from a pickle, with the part of `StoredTensor`'s interface that `require_fit` uses."""
+    """A tensor from a pickle. Implements the parts of `StoredTensor` that `require_fit` uses."""
 
     value: Tensor
 

@@ -85,7 +85,7 @@ def tokenizer_of(folder: Path) -> Tokenizer | None:
 
 
 def has_tokenizer(folder: Path) -> bool:
-    """Return True if a folder contains a file with one of the standard file names for tokenizers."""
+    """Return True if a folder contains a file with a standard file name for tokenizers."""
     names = ("tokenizer.json", "vocab.json", "tokenizer.model")
     return any((folder / name).is_file() for name in names)
 

@@ -231,7 +231,7 @@ def _layout_of(path: Path, weights: Mapping[str, Any]) -> Layout:
 def _config(
     path: Path, opened: Opened, shape: Shape, config: Mapping[str, Any]
 ) -> tuple[dict[str, Any], list[str]]:
-    """Return the content of the model's config.json, and notes about default values that were used."""
+    """Return the content of the model's config.json, and notes about the default values used."""
     layout, settings = opened.layout, opened.settings
     given = given_config(path, config, layout.kind)
     if layout.kind != "gpt2":
@@ -544,7 +544,7 @@ def gpt2_config(
 
 
 def _guess_heads(path: Path, width: int) -> int:
-    """Return the number of heads if the head dimension is 64, as in all GPT-2 models from OpenAI."""
+    """Return the number of heads for a head dimension of 64, as in all GPT-2 models from OpenAI."""
     if width % 64:
         raise ModelError(
             f"{path} does not specify the number of heads, and its hidden size {width} is not a "

@@ -329,7 +329,7 @@ def _refused(reason: str) -> TokenizerError:
 
 
 def _tokens(tokenizer: Tokenizer, vocab_size: int) -> tuple[str, ...]:
-    """Return the text of every token, in id order. An id without a token has the text `[PAD<id>]`."""
+    """Return the text of all tokens, in id order. Ids without a token have the text `[PAD<id>]`."""
     vocabulary = tokenizer.backend.get_vocab(with_added_tokens=True)
     by_id = {index: token for token, index in vocabulary.items()}
     tokens = tuple(by_id.get(index, f"[PAD{index}]") for index in range(vocab_size))
