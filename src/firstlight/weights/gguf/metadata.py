@@ -748,6 +748,9 @@ def _check_computed(family: FamilySpec, model: Any) -> None:
     Args:
         family: specification of the model family.
         model: config of the model.
+
+    Raises:
+        ModelError: the model has such a setting. The message names the setting.
     """
     rope = getattr(model, "rope_scaling", None)
     kind = "default" if rope is None else rope.rope_type
