@@ -3,9 +3,9 @@
 Each message describes what is wrong, where it is, and how to fix it. The command line prints the
 message as one line, and exits with the code `exit_code`.
 
-    FirstlightError            base class of the others; a ValueError
+    FirstlightError            base class of the others, derived from ValueError
     ├── InputError             a path or an input text that is missing or unreadable
-    ├── ConfigError            an invalid recipe, option or combination
+    ├── ConfigError            an invalid recipe, option or combination of options
     ├── TokenizerError         damaged or mismatched tokenizer files
     ├── DataError              token shards that are damaged, empty or don't fit the model
     ├── ModelError             a model folder whose weights or config.json can't be used

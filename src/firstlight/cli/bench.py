@@ -58,7 +58,7 @@ def publish(
     Args:
         name: name of the result files in `out`, without suffix. The JSON file is rewritten after
             every measurement.
-        out: folder for the result files; None to write no files.
+        out: folder for the result files. None to write no files.
         measure: function that runs the benchmark. Its argument is a function, which it must call
             with each intermediate result.
         show_result: function that prints a result as tables.
@@ -159,7 +159,7 @@ def gemm_command(out: Path | None, as_json: bool, **options: Any) -> Result:
 
     The benchmark multiplies square matrices of increasing size, matrices of the shapes in a GPT-2
     training step, and matrices whose sizes are just below or above a multiple of the tile size. It
-    also compares unpadded sizes with sizes padded to multiples of 8, 64 and 128. On a CPU, it also
+    compares unpadded sizes with sizes padded to multiples of 8, 64 and 128. On a CPU, it also
     measures passes over arrays that fit in the L1 cache, in larger caches or only in main memory,
     and matrix products computed in blocks. If it is stopped with Ctrl-C, the measurements made so
     far are kept.

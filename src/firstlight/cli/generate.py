@@ -154,7 +154,7 @@ def generate_command(
     return dataclasses.asdict(result)
 
 
-#: Length of the bar for a probability of 1, in characters.
+#: Length in characters of the bar that represents a probability of 1.
 _BAR = 20
 
 

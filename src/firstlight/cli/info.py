@@ -146,8 +146,8 @@ def _model(folder: Path) -> tuple[dict[str, Any], ModelConfig]:
         "tokenizer": None if tokenizer is None else _describe_tokenizer(tokenizer),
         "cache_bytes_per_token": cache,
         "inference_bytes": dtype.itemsize * count.total + cache * context + state_bytes(config),
-        # Training stores four fp32 values per parameter: the weight, the gradient and AdamW's two
-        # moments. Activations are not included.
+        # Training stores four fp32 values per parameter: the weight, the gradient and the two
+        # moments of AdamW. This estimate does not include activations.
         "training_state_bytes": 16 * count.total,
         "trained_on": trained_on(folder),
     }

@@ -70,9 +70,9 @@ _FEW_ADDRESSES = 4_000_000_000
 
 #: Prefix of the file name in stack frames of importlib.
 _IMPORT_MACHINERY = "<frozen importlib"
-#: Substrings that identify the files of torch's fake-tensor modules, which `firstlight plan` uses
-#: for tracing. C++ code calls functions in these modules, such as `find_torch_dispatch_rule`, and
-#: aborts the process if such a function raises an exception.
+#: Substrings of the paths of torch's fake-tensor modules, which `firstlight plan` uses for tracing.
+#: C++ code calls functions in these modules, such as `find_torch_dispatch_rule`. If one of these
+#: functions raises an exception, the C++ code aborts the process.
 _TORCH_INTERNALS = tuple(
     f"{os.sep}torch{os.sep}{name}"
     for name in (
@@ -110,8 +110,8 @@ def cleaning_up_when_terminated(*, as_json: bool = False, advice: str = "") -> I
     """Context manager in which SIGTERM, SIGHUP and SIGUSR1 raise `Terminated`, and SIGINT raises
     KeyboardInterrupt.
 
-    Signals that are ignored, for example because of nohup, stay ignored. The context manager has no
-    effect outside the main thread.
+    Signals that this process already ignores, for example because it was started with nohup, stay
+    ignored. The context manager has no effect outside the main thread.
 
     If a signal arrives while a module is being imported, the exception is raised after the import.
     C++ code that imports modules swallows exceptions, so raising it immediately would leave a

@@ -124,14 +124,14 @@ def prepare_command(
     """Tokenize a corpus, and write it to --out as shards.
 
     INPUT is a file, folder or glob, the word `stdlib`, or hf:NAME[:CONFIG[:SPLIT]]. The default
-    split is "train"; hf:NAME::validation selects another split. Files can be text or code with any
-    file name extension or none, .jsonl, .ndjson, .csv or .tsv (all of these also compressed as .gz,
-    .bz2, .xz or .zst), or .parquet. Each text file, each line of a JSONL file and each row of a
-    table is one document. Text files can also contain several documents that are separated by
-    <|endoftext|> or a similar separator. Text must be encoded as UTF-8, or as UTF-16 or UTF-32 with
-    a byte-order mark. Documents that can't be read are listed in OUT/rejected.jsonl. Files of other
-    kinds are only counted. If random:TOKENS[:SEED] is the only input, the corpus consists of
-    uniformly random tokens, which are useful for measurements.
+    split is "train". To select a different split, use hf:NAME::validation, for example. Files can
+    be text or code with any file name extension or none, .jsonl, .ndjson, .csv or .tsv (all of
+    these also compressed as .gz, .bz2, .xz or .zst), or .parquet. Each text file, each line of a
+    JSONL file and each row of a table is one document. Text files can also contain several
+    documents that are separated by <|endoftext|> or a similar separator. Text must be encoded as
+    UTF-8, or as UTF-16 or UTF-32 with a byte-order mark. Documents that can't be read are listed in
+    OUT/rejected.jsonl. Files of other kinds are only counted. If random:TOKENS[:SEED] is the only
+    input, the corpus consists of uniformly random tokens, which are useful for measurements.
 
     With --kind chat, INPUT is a .jsonl, .ndjson, .json, .csv, .tsv, .parquet, .arrow or .txt file,
     or hf:NAME[:CONFIG[:SPLIT]], and each record is a conversation. A record can have the keys

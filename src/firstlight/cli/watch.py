@@ -29,8 +29,8 @@ class _Shown:
     """The state of a run that is currently displayed.
 
     Attributes:
-        step: number of the last step read; 0 before the first step.
-        steps: total number of steps of the run; None if unknown.
+        step: number of the last step read. 0 before the first step.
+        steps: total number of steps of the run. None if unknown.
         limit: step at which a run with a time budget ends even if there is time left. None if
             unknown.
         seconds: total duration of all steps up to `step`, as recorded in the metrics of the run.

@@ -73,7 +73,7 @@ from firstlight.weights.stored import (
     save_weights,
 )
 
-#: Dtypes that each target format supports. "auto" keeps the source's dtype.
+#: Dtypes that each target format supports. "auto" keeps the dtype of the source.
 _GGUF_FORMATS = ("auto", "f32", "f16", "bf16", "q8_0", *QUANTISED)
 _FORMATS = {
     "hf": ("auto", "f32", "f16", "bf16"),
@@ -116,11 +116,11 @@ class Conversion:
 
     Attributes:
         out: folder to which the model was written.
-        file: the GGUF file in `out`; None for a Hugging Face folder.
+        file: path of the GGUF file in `out`. None for a Hugging Face model folder.
         program: program or library that wrote the source, such as "Hugging Face", "adapter (PEFT)"
             or "nanoGPT".
         model_type: model family, as specified in config.json.
-        parameters: total number of elements in the weights written.
+        parameters: total number of elements in the weights that were written.
         dtype: dtype or format of the weights. It is "f32", "f16", "bf16", "q8_0" or a format of
             llama.cpp's quantiser. For a Hugging Face folder, it can also be "f64", or "mixed" if
             the weights have several dtypes.
@@ -433,8 +433,8 @@ def _dtype_entries(tensors: Mapping[str, Tensor], dtype: str | None) -> dict[str
 
 
 def _rounded(tensors: Mapping[str, Tensor], dtype: str | None) -> Mapping[str, Tensor]:
-    """Return the tensors converted to `dtype` ("f32", "f16" or "bf16"), or unchanged if `dtype` is
-    None.
+    """Convert tensors to `dtype`, which is "f32", "f16" or "bf16". If it is None, return the
+    tensors unchanged.
 
     Raises:
         ModelError: a number is too large for `dtype`.

@@ -337,7 +337,7 @@ def quantise_source(
         out: the file to write.
         dtype: one of `QUANTISED`.
         config, tensors, tokenizer: config, weights and tokenizer of the source model.
-        text: calibration text for the importance matrix; None to quantise without an importance
+        text: calibration text for the importance matrix. None to quantise without an importance
             matrix.
         limit: largest allowed relative increase of the perplexity. None to use the limit in
             `PERPLEXITY_LIMITS`.

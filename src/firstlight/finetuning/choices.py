@@ -172,7 +172,7 @@ class TuningFacts:
         data, model: properties of the training data and the initial model.
         method: fine-tuning method.
         machine: specification of the machine, including its training speed for this model.
-        epoch_tokens: number of tokens in one pass over the training split, including padding.
+        epoch_tokens: number of tokens in a single pass over the training split, including padding.
         val_tokens: number of tokens in the validation split, including padding.
         row: row length chosen by `row_of`.
     """

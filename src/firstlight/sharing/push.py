@@ -94,7 +94,7 @@ def push(
     model card.
 
     The weights are written by `convert`. The optimizer state and all other training state of a
-    checkpoint are not uploaded, and neither are files that are already on the hub.
+    checkpoint are not uploaded. Files that are already on the hub are not uploaded again.
 
     Args:
         source: a run folder, a checkpoint, a Hugging Face model folder or a hub id.
@@ -102,7 +102,7 @@ def push(
         private: True to create a private repository. An existing repository must then be private.
         gguf: format of a GGUF file to add, such as "q4_k_m" or "q8_0", or None.
         licence: licence for the card, as an id of the hub such as "apache-2.0".
-        card: file to upload as the card; None to generate the card.
+        card: file to upload as the card. None to generate the card.
         best: True to use the checkpoint with the lowest validation loss if the source is a run
             folder. False to use the newest checkpoint.
         out: folder to write and keep. None to write a temporary folder or, if `upload` is False,

@@ -71,8 +71,9 @@ def find_model_folder(
     (`OWNER/NAME@refs/pr/1`).
 
     Downloads use huggingface_hub with its cache (`HF_HOME`), token (`HF_TOKEN` or `hf auth login`)
-    and other settings (`HF_ENDPOINT`, `HF_HUB_OFFLINE`). Files in the cache are not downloaded
-    again. If the hub can't be reached, cached files are used without a message.
+    and other settings (`HF_ENDPOINT`, `HF_HUB_OFFLINE`). Files that are already in the cache are
+    not downloaded again. If the hub can't be reached, the cached files are used without a message
+    to the user.
 
     Args:
         name: a folder, a GGUF file or a hub id.

@@ -9,7 +9,7 @@ Weights are loaded into a model on the meta device in one of the following modes
                 first used, and several processes share the memory. The file must not change while
                 the model exists.
     straight    All tensors are read and then copied into the model, as in most programs. This takes
-                twice the memory and is only a baseline for benchmarks.
+                twice as much memory. It is only used as a baseline in benchmarks.
 
 The default, `auto`, selects `mmap` if all parameters can be memory-mapped, because the model is
 then ready immediately. Otherwise, it selects `sequential`. Parameters can be mapped only on the CPU
@@ -52,7 +52,7 @@ COMPUTED_BUFFERS = (
     ".attn.bias",
     ".attn.masked_bias",
     ".rotary_emb.inv_freq",
-    # Name suffixes of Pythia's attention masks.
+    # Name suffixes of the attention masks in Pythia's checkpoints.
     ".attention.bias",
     ".attention.masked_bias",
 )

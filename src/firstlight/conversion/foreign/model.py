@@ -387,7 +387,8 @@ def _convert(
 
 # The config.json
 
-#: Keys of a GPT-2 config.json, under both their common names and GPT-2's own names.
+#: Keys of config.json for GPT-2 models. They include the key names of most other models and the
+#: names that are specific to GPT-2.
 _GPT2_KEYS = {
     *GPT2Config.hf_names,
     *GPT2Config.hf_names.values(),

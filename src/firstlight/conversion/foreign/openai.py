@@ -69,11 +69,11 @@ _LANES = 4096
 
 
 def _names() -> dict[str, tuple[str, ...]]:
-    """Return OpenAI's tensor names, keyed by Hugging Face name.
+    """Return the tensor names in OpenAI's checkpoints, keyed by Hugging Face name.
 
-    The module `transformer.h.{}.ln_1`, for example, is named `model/h{}/ln_1`. Norms have the
-    tensors "g" (gain) and "b" (bias), linear layers have "w" and "b", and the names of embeddings
-    have no suffix.
+    The module `transformer.h.{}.ln_1`, for example, is named `model/h{}/ln_1`. The suffixes are "g"
+    for the gain of a norm, "w" for the weight of a linear layer, and "b" for biases. The names of
+    embeddings have no suffix.
     """
     names: dict[str, tuple[str, ...]] = {}
     for module, (_, bias) in GPT2_MODULES.items():

@@ -116,8 +116,8 @@ def add_model(writer: GGUFWriter, config: Mapping[str, Any], model: Any) -> None
     firstlight.config stores the settings for which GGUF has no key.
 
     Args:
-        writer: the writer of the GGUF file.
-        config: content of Hugging Face's config.json.
+        writer: writer for the GGUF file.
+        config: content of the Hugging Face config.json.
         model: the corresponding model config, as returned by `supported_model`.
     """
     family = model.family

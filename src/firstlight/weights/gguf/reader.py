@@ -1,8 +1,9 @@
-"""Read a GGUF file as a Hugging Face config and tensors.
+"""Read GGUF files, and convert their content to a Hugging Face config and tensors.
 
-All quantised formats that the gguf package can dequantise are supported. Every length is compared
-with the size of the file before it is used. A damaged file therefore results in an error and can't
-make the reader hang or use up all memory. The format is described in ggml-org/ggml `docs/gguf.md`.
+All quantised formats that the gguf package can dequantise are supported. Every length in a file is
+compared with the size of the file before it is used. A damaged file therefore causes an error,
+instead of making the reader hang or run out of memory. The format is described in ggml-org/ggml
+`docs/gguf.md`.
 """
 
 from __future__ import annotations

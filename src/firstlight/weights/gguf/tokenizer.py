@@ -92,8 +92,8 @@ _DEEPSEEK3_WORDS = (
 )
 _BLOOM_WORDS = r" ?[^(\s|[.,!?" + "\u2026\u3002\uff0c\u3001\u0964\u06d4\u060c])]+"
 
-#: Pre-tokenizers of llama.cpp (`src/llama-vocab.cpp`, November 2026), except for those that can't
-#: be expressed as patterns.
+#: Pre-tokenizers of llama.cpp, except for those that can't be expressed as regular expressions.
+#: Source: `src/llama-vocab.cpp`, November 2026.
 PRE_TOKENIZERS = (
     PreTokenizer(
         "gpt-2 phi-2 jina-es jina-de jina-v2-es jina-v2-de gigachat a.x-4.0 mellum modern-bert "
@@ -144,7 +144,8 @@ PRE_TOKENIZERS = (
             r"\s?[!-/:-~" + "\uff01-\uff0f\uff1a-\uff5e\u2018-\u201f\u3000-\u3002]+",
             r"\s+$",
             _DEEPSEEK_CJK,
-            # llama.cpp uses \p{N}+, which is equivalent if no token contains two digits.
+            # llama.cpp uses the pattern \p{N}+ here, which is equivalent if no token contains two
+            # digits.
             r"\p{N}",
         ),
         note=_OTHER_SPACES,
@@ -194,8 +195,8 @@ _SPELLINGS = {
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
 
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-F]{2}>")
-#: Character that represents a space in Llama 2's tokens, and the normalizer steps that insert this
-#: character.
+#: Character that represents a space in the tokens of Llama 2, and the normalizer steps that insert
+#: it.
 _SPACE = "\u2581"
 _PREPEND = {"type": "Prepend", "prepend": _SPACE}
 _REPLACE = {"type": "Replace", "pattern": {"String": " "}, "content": _SPACE}
@@ -445,7 +446,7 @@ def _require_reachable(model: Mapping[str, Any], added: Mapping[str, Any]) -> No
 
 
 def _space_prefix(state: Mapping[str, Any]) -> tuple[bool, tuple[str, ...]]:
-    """Determine whether a tokenizer with byte fallback adds a space at the beginning of text.
+    """Check whether a tokenizer with byte fallback adds a space at the beginning of text.
 
     Returns:
         A bool that is True if the tokenizer adds a space, and notes for the user.

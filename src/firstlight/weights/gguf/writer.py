@@ -1,4 +1,5 @@
-"""Write GGUF files, the format of llama.cpp and of programs based on it.
+"""Write models to GGUF files. GGUF is the file format of llama.cpp and of programs that are based
+on it.
 
 A file consists of these parts:
 
@@ -129,8 +130,8 @@ def _loadable_name(name: str, tokenizer: GGUFTokenizer | None) -> str:
 
 
 def _header(writer: Any) -> bytes:
-    """Return the part of the file that precedes the tensors' data. It consists of the header, the
-    metadata, and the names and shapes of the tensors.
+    """Return the beginning of the file, before the data of the tensors. It consists of the header,
+    the metadata, and the names and shapes of the tensors.
     """
     # The gguf package can write only to files that it opens itself, so replace its file with a
     # buffer.
