@@ -152,8 +152,8 @@ def gib(size: float, beside: float = 0) -> str:
 
     Args:
         size: size in bytes.
-        beside: a second size in bytes that is shown next to `size`. The larger of the two
-            determines the unit, so that both are shown in the same unit.
+        beside: a second size in bytes, which is shown next to `size`. The larger of the two sizes
+            determines the unit, so that they are shown in the same unit.
     """
     count = size / 2**30
     if max(size, beside) >= 2**30:
@@ -168,7 +168,8 @@ def shortened(text: str, width: int, *, at_space: bool = False) -> str:
     Args:
         text: text to truncate.
         width: maximum number of characters.
-        at_space: True to cut the text at its last space, unless that space is in the first half.
+        at_space: True to truncate the text at a space, unless the last space is in the first half
+            of the text.
     """
     if len(text) <= width:
         return text

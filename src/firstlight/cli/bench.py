@@ -20,7 +20,8 @@ from firstlight.files.atomic import write_file, write_json
 C = TypeVar("C", bound=Callable[..., Any])
 
 
-#: Decorator that adds the options of a class in `firstlight.bench.rows`; see `config_options`.
+#: Decorator that adds options for the fields of a class in `firstlight.bench.rows`. The arguments
+#: are those of `config_options`.
 bench_options = functools.partial(config_options, only_on=True)
 
 #: Options of all benchmarks in which models are trained for a few steps. In --help, they are listed
@@ -200,7 +201,7 @@ def show_cells(header: str, templates: str, rows: Sequence[Mapping[str, Any]]) -
 
 
 def show_reasons(rows: Sequence[Result]) -> None:
-    """Print the reasons why rows were not measured."""
+    """Print why some rows of a table were not measured."""
     for row in rows:
         if row["reason"]:
             show(f"{row['name']}: {row.get('status', 'failed')}: {row['reason']}")

@@ -312,7 +312,7 @@ def serve_command(
     as_json: bool,
     **options: Any,
 ) -> None:
-    """Serve a model with an OpenAI-compatible HTTP API and a chat page, until Ctrl-C.
+    """Serve a model with an OpenAI-compatible HTTP API and a chat page. Ctrl-C stops the server.
 
     CHECKPOINT is a run, a checkpoint, a Hugging Face model folder, a GGUF file or a hub id.
     """

@@ -1,5 +1,6 @@
-"""The entry point of the command line, `firstlight COMMAND ...`. Errors are printed as one
-line."""
+"""Entry point of the command line interface, `firstlight COMMAND ...`. Errors are printed as one
+line.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +46,7 @@ _DECODING = ("generate", "chat", "serve")
 _TRAIN_IN_LESS = "lower batch.micro_batch_size or data.seq_len"
 _IN_LESS_MEMORY = "or load the model with --dtype bfloat16, on a CPU with --dtype int8"
 _GENERATE_IN_LESS = f"lower --max-new-tokens, {_IN_LESS_MEMORY}"
-#: Advice printed after running out of memory, keyed by subcommand.
+#: Advice that is printed when a command runs out of memory, keyed by subcommand.
 _LESS_MEMORY = {
     "train": _TRAIN_IN_LESS,
     "tune": _TRAIN_IN_LESS,
@@ -57,7 +58,7 @@ _LESS_MEMORY = {
     "serve": f"lower --max-context-tokens or --max-batch-size, {_IN_LESS_MEMORY}",
 }
 
-#: Hint printed after Ctrl-C, keyed by subcommand.
+#: Hint that is printed after Ctrl-C, keyed by subcommand.
 _AFTER_INTERRUPTION = {
     "train": f": {CONTINUE}, if a checkpoint was saved",
 }
@@ -88,7 +89,7 @@ _TORCH_INTERNALS = tuple(
 
 #: Time in seconds after which a signal that was delayed during an import is raised again.
 _SOON = 0.001
-#: Maximum time in seconds for which a signal is delayed during an import. If the import has not
+#: Maximum time in seconds by which a signal is delayed during an import. If the import has not
 #: finished by then, the signal ends the process.
 _LONGEST_WAIT = 0.5
 

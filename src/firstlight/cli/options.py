@@ -144,7 +144,9 @@ def path_option(*names: str, **settings: Any) -> Callable[[F], F]:
 
 
 def grouped(*options: Callable[[F], F]) -> Callable[[F], F]:
-    """Return a decorator that adds several options to a command, in the order of --help."""
+    """Return a decorator that adds several options to a command. --help lists them in the given
+    order.
+    """
 
     def add(verb: F) -> F:
         for option in reversed(options):
@@ -154,8 +156,8 @@ def grouped(*options: Callable[[F], F]) -> Callable[[F], F]:
     return add
 
 
-#: Argument for the recipe and its overrides. The command's `context_settings` must ignore unknown
-#: options.
+#: Argument for the recipe and its overrides. Commands that use it must set `ignore_unknown_options`
+#: in their `context_settings`.
 recipe_argument = click.argument(
     "arguments", nargs=-1, type=click.UNPROCESSED, metavar="RECIPE.yaml [--section.key VALUE]..."
 )

@@ -661,7 +661,7 @@ def launch_if_asked(ctx: click.Context) -> int | None:
         asked["rdzv-endpoint"] or "",
         max_restarts=asked["max-restarts"] or 0,
     )
-    # -P prevents Python from importing modules from the current folder.
+    # The option -P prevents Python from importing modules from the current folder.
     command = [sys.executable, "-P", "-m", "firstlight", *arguments_of(ctx)]
     return launch(command, options, () if ctx.params.get("resume") else ("--resume",))
 
@@ -678,7 +678,7 @@ def arguments_of(ctx: click.Context) -> list[str]:
         if isinstance(parameter, click.Argument):
             arguments += value or ()
         elif isinstance(value, tuple):
-            # The option can be given several times.
+            # An option that can be given several times has a tuple as its value.
             arguments += [word for one in value for word in (parameter.opts[0], str(one))]
         elif value is not None and value != parameter.get_default(ctx):
             arguments += [parameter.opts[0]] if value is True else [parameter.opts[0], str(value)]

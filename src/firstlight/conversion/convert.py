@@ -380,7 +380,7 @@ def _require_fit(model: Source, config: ModelConfig) -> None:
 
 
 def _write_gguf(model: Source, path: Path, dtype: str) -> _Result:
-    """Write a GGUF file and read it back."""
+    """Write the model to a GGUF file, and read the file back."""
     write_gguf(
         path,
         model.config,
@@ -403,7 +403,7 @@ def _write_gguf(model: Source, path: Path, dtype: str) -> _Result:
 
 
 def _write_folder(model: Source, folder: Path, dtype: str | None) -> _Result:
-    """Write a Hugging Face model folder and read it back."""
+    """Write the model to a Hugging Face model folder, and read the folder back."""
     if model.folder is not None:
         for name in (CONFIG_NAME, GENERATION_CONFIG_NAME, *_TOKENIZER_FILES):
             if (model.folder / name).is_file():

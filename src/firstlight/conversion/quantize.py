@@ -75,7 +75,8 @@ _ROW_TOKENS = 512
 #: Maximum number of rows of a calibration text that are used (32,768 tokens).
 _CALIBRATION_ROWS = 64
 
-#: Text on which the perplexity is measured: a story, a recipe, an explanation and a program.
+#: Text on which the perplexity is measured. It consists of a story, a recipe, an explanation and a
+#: program.
 EVALUATION_TEXT = """\
 The lighthouse had been dark for eleven years when Anna found the key. It lay in her grandfather's \
 desk, wrapped in a page of an old newspaper, and beside it lay a letter with her name on it. She \
@@ -229,8 +230,8 @@ def importance_matrix(
 
 
 def _square_sums(sums: dict[str, Tensor], name: str) -> Any:
-    """Return a forward pre-hook that squares a module's inputs, of shape [..., inputs], and adds
-    them to `sums[name]`.
+    """Return a forward pre-hook that adds the squares of a module's inputs to `sums[name]`. The
+    inputs have the shape [..., inputs].
     """
 
     def add(_: nn.Module, inputs: Sequence[Tensor]) -> None:

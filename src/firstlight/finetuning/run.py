@@ -536,7 +536,7 @@ class Conversations:
 
     def too_long(self, seq_len: int) -> list[str]:
         """Return messages that report how many conversations are dropped or truncated because they
-        are longer than a row of `seq_len` tokens, or [] if all conversations fit.
+        are longer than a row of `seq_len` tokens. If all conversations fit, return [].
 
         Raises:
             DataError: no conversation fits, or `data.long` is "refuse" and at least one
@@ -561,7 +561,8 @@ class Conversations:
         for split, _ in self._splits():
             path = split.folder / ORIGINS_NAME.format(split=split.split)
             origins = path.read_text(encoding="utf-8").splitlines()
-            # An example of n tokens takes n - 1 positions of a row.
+            # An example with n tokens takes n - 1 positions in a row, because the inputs and
+            # targets are shifted by one token.
             lengths = _unit_lengths(split)
             for index in np.flatnonzero(lengths - 1 > seq_len):
                 place = origins[index * split.together]

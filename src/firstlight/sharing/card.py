@@ -357,7 +357,7 @@ def neutral_recipe(values: Any) -> Any:
         return [neutral_recipe(value) for value in values]
     if not isinstance(values, str):
         return values
-    # Split the value at commas, because evaluation tasks have the form NAME,FILE.
+    # Split the value at commas, because an evaluation task with a file has the form NAME,FILE.
     return ",".join(
         neutral_name(part.strip()) if "/" in part else part for part in values.split(",")
     )
@@ -578,8 +578,8 @@ def _measured(facts: ModelFacts) -> Iterator[tuple[str, str, float, float | None
             yield place, metric, value, error
 
 
-#: Results keyed by (dataset or task, metric). Each result is a pair of the value and the standard
-#: error or None.
+#: Results of evaluations, keyed by (dataset or task, metric). Each result is a pair of the value
+#: and the standard error, which can be None.
 _Results = dict[tuple[str, str], tuple[float, float | None]]
 
 

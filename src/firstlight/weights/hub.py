@@ -30,7 +30,8 @@ _PICKLED = ["pytorch_model*.bin"]
 _LEFT_OUT = ["*/*", "consolidated*.safetensors"]
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9_][\w.-]{0,95}")
-#: Common names of local folders for runs and models. They are not interpreted as owners on the hub.
+#: Common names of local folders with runs or models. They are not interpreted as names of users or
+#: organisations on the hub.
 _LOCAL_FOLDERS = frozenset(
     ("run", "runs", "checkpoints", "out", "output", "outputs", "mine", "models", "data", "demo")
 )
@@ -171,7 +172,7 @@ def _is_mistyped_path(path: Path, hint: str) -> bool:
 
 
 def _failure(error: Exception, text: str) -> FirstlightError:
-    """Return an error that explains why the hub id `text` could not be downloaded."""
+    """Return an error that explains why the hub model `text` could not be downloaded."""
     from huggingface_hub import constants
 
     if isinstance(error, OSError) and error.errno in _DISK_ERRORS:
@@ -185,8 +186,8 @@ def _failure(error: Exception, text: str) -> FirstlightError:
 
 
 def _reason(error: Exception, text: str) -> str:
-    """Return one line that explains why the download of the hub id `text` failed, and what to do
-    about it.
+    """Return one line that explains why the hub model `text` could not be downloaded, and what to
+    do about it.
     """
     from huggingface_hub import constants, errors
 

@@ -1,6 +1,6 @@
 """Read and write the files of Hugging Face model folders, except for the weights.
 
-To load a complete folder, or the folder of an adapter, use `firstlight.lora.loading`.
+To load a model with its weights, or an adapter, use `firstlight.lora.loading`.
 """
 
 from __future__ import annotations

@@ -71,7 +71,7 @@ class _Described(Protocol):
 _AnyTensor = TypeVar("_AnyTensor", bound=_Described)
 
 
-#: Name of the output head's parameter in the model.
+#: Name of the weight of the output head in firstlight's models.
 HEAD_WEIGHT = "lm_head.weight"
 
 #: Name suffix of a tensor that exists only in files with stacked experts.

@@ -61,7 +61,8 @@ _NORMS = {
     for x in "qk"
 }
 #: Keys of litgpt's model_config.yaml for which only certain values are supported. Each key is
-#: mapped to litgpt's default, which applies if the file lacks the key, and to the supported values.
+#: mapped to its default value in litgpt, which is used if the file does not contain the key, and to
+#: the supported values.
 _FIXED: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "norm_class_name": ("LayerNorm", ("RMSNorm",)),
     "mlp_class_name": ("GptNeoxMLP", ("LLaMAMLP",)),

@@ -82,7 +82,7 @@ _LLAMA_3_2_WIDTHS = (2048, 3072)
 
 
 def files_in(folder: Path) -> list[Path]:
-    """Return Meta's `consolidated.*.pth` files in a folder, sorted by number."""
+    """Return the `consolidated.*.pth` files in a folder, sorted by number."""
     return sorted(path for path in folder.iterdir() if FILE.fullmatch(path.name))
 
 

@@ -163,8 +163,8 @@ def foreign_folder(path: Path) -> Path | None:
         return folder
     if (folder / meta.CONFIG).is_file() and meta.files_in(folder):
         return folder
-    # Accept a folder without meta_STEP.json here, because the error that is raised later names the
-    # missing file.
+    # Accept a folder without meta_STEP.json here. The error that is raised later names the missing
+    # file.
     if path.is_dir() and nanochat.files_in(folder) and not (folder / CONFIG_NAME).is_file():
         return folder
     return folder if (folder / openai.CONFIG).is_file() and openai.bundles_in(folder) else None
@@ -352,7 +352,7 @@ def _check_shapes(
 
 
 def _refuse(path: Path, problem: str, names: list[str]) -> None:
-    """Raise a ModelError about the tensors in `names`, if there are any."""
+    """Raise a ModelError if `names` is not empty. The message lists the tensors in it."""
     if names:
         raise ModelError(f"{path} {problem}: {first_names(names)}")
 
@@ -651,7 +651,7 @@ def _check_rope(path: Path, config: Any, sines: Tensor) -> None:
     Raises:
         ModelError: the frequencies do not match the table.
     """
-    # At position 1, the angles equal the frequencies.
+    # At position 1, the RoPE angles are equal to the frequencies.
     frequencies = rope_frequencies(config.head_dim, config.rope_theta, config.rope_scaling)
     saved = sines[1, : len(frequencies)].float()
     if not torch.allclose(saved, frequencies.sin(), rtol=1e-2, atol=1e-6):

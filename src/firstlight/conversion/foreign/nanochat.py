@@ -41,7 +41,8 @@ LAYOUT = Layout(
     names={f"{ours}.weight": (f"{theirs}.weight",) for ours, (_, theirs) in _MODULES.items()},
     shapes={f"{ours}.weight": shape for ours, (shape, _) in _MODULES.items()},
 )
-#: Hugging Face's key for each nanochat key that describes the shape of a model.
+#: Keys of Hugging Face's config.json, keyed by nanochat's names for the settings that describe the
+#: shape of a model.
 _KEYS = {
     "vocab_size": "vocab_size",
     "n_embd": "hidden_size",

@@ -53,13 +53,13 @@ _MAX_NAME_BYTES = 1_000
 #: bytes, and the magic number, which takes 8 bytes.
 _FOOTER = 48
 _MAGIC = struct.pack("<Q", 0xDB4775248B80FB57)
-#: Size in bytes of the trailer after a block: 1 byte for the compression type, and 4 bytes for the
-#: masked checksum.
+#: Size in bytes of the trailer after a block. The compression type takes 1 byte, and the masked
+#: checksum takes 4 bytes.
 _TRAILER = 5
 
 #: TensorFlow's ids of floating-point dtypes (`core/framework/types.proto`).
 _DTYPES = {1: torch.float32, 2: torch.float64, 14: torch.bfloat16, 19: torch.float16}
-#: TensorFlow's ids of integer dtypes, for tensors such as a counter of steps.
+#: TensorFlow's ids of integer dtypes. Tensors such as a step counter have these dtypes.
 _OTHER_DTYPES = {3: torch.int32, 9: torch.int64}
 
 #: Polynomial of CRC-32C (Castagnoli) in bit-reversed order.

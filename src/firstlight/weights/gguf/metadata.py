@@ -78,8 +78,8 @@ _SAMPLING = {
     "min_p": "general.sampling.min_p",
     "repetition_penalty": "general.sampling.penalty_repeat",
 }
-#: GGUF keys for the tokens that end a generation. These are the tokenizer's end-of-text token and
-#: two additional tokens.
+#: GGUF keys for the tokens at which generation ends. These are the tokenizer's end-of-text token
+#: and two additional tokens.
 _ENDS = tuple(f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom"))
 
 #: Shapes of the tensors in a file, keyed by tensor name. The outermost dimension comes first.
@@ -91,7 +91,7 @@ _LAYER_TENSORS = 5
 #: Value of expert_gating_func for sigmoid scores, from llama.cpp's `llama_expert_gating_func_type`.
 _SIGMOID = 2
 
-#: Rotary settings shared by all published Llama 3.1, 3.2 and 3.3 models.
+#: RoPE settings that are the same in all published Llama 3.1, 3.2 and 3.3 models.
 _LLAMA3 = {
     "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,
@@ -165,7 +165,7 @@ def add_model(writer: GGUFWriter, config: Mapping[str, Any], model: Any) -> None
 
 
 def add_sampling(writer: GGUFWriter, generation: Mapping[str, Any]) -> None:
-    """Add the entries for the sampling settings of a generation_config.json."""
+    """Add metadata entries for the sampling settings in a generation_config.json."""
     for name, value in sampling_settings(generation).items():
         (writer.add_int32 if name == "top_k" else writer.add_float32)(_SAMPLING[name], value)
 
@@ -519,7 +519,8 @@ def _layer_config(
     if "qk_layernorm" in own:
         norm = stored.get("blk.0.attn_q_norm.weight")
         found["qk_layernorm"] = norm is not None
-        # Check the number of heads first, because `tensor_rules` yields one norm per head.
+        # Check the number of heads first, because `tensor_rules` yields a norm for each head and
+        # would run almost forever if the number were damaged.
         if norm is not None and norm[0] != config["num_attention_heads"]:
             raise ModelError(f"the file is damaged: it has norms for {norm[0]} heads")
     if "use_parallel_residual" in own:

@@ -50,14 +50,15 @@ _SCALARS = {**dict(enumerate("BbHhIif?")), 10: "Q", 11: "q", 12: "d"}
 #: Maximum number of values in a file's metadata. Each value takes about 100 bytes of memory. A
 #: vocabulary of 262,144 tokens with its merges has 1.3 million values.
 _MOST_VALUES = 2_000_000
-#: Maximum number of tensors in a file. Models have at most 3,000 tensors, because the experts of a
+#: Maximum number of tensors in a file. Models have at most 3,000 tensors, because all experts of a
 #: layer are stacked.
 _MOST_TENSORS = 20_000
-#: Maximum position in a file, in bytes, at which metadata can be stored. A vocabulary of 262,144
+#: Maximum position in bytes at which metadata can be stored in a file. A vocabulary of 262,144
 #: tokens with its merges takes 10 MB. The file size is not a sufficient limit, because a sparse
 #: file can have any size without taking disk space.
 _MOST_METADATA_BYTES = 1 << 28
-#: Maximum number of rotary factors. There is one factor for every two elements of a head.
+#: Maximum number of factors for the rotary frequencies. A model has one factor for every two
+#: elements of a head.
 _MOST_FACTORS = 1 << 16
 
 
@@ -185,7 +186,8 @@ class GGUFTensor:
     """Description of a tensor in a GGUF file.
 
     Attributes:
-        shape: sizes, outermost dimension first (the reverse of the file's order).
+        shape: sizes of the dimensions, with the outermost dimension first. This is the reverse of
+            the order in the file.
         kind: id of the ggml type.
         offset: position of the tensor's first byte, relative to the start of the data section.
     """
@@ -215,8 +217,8 @@ class GGUFParser:
         """Parse the header.
 
         Returns:
-            The metadata, the descriptions of the tensors (keyed by name), and the position of the
-            data section.
+            A tuple of the metadata, the descriptions of all tensors keyed by name, and the position
+            of the data section.
         """
         if self._size < 4 or self._take(4) != b"GGUF":
             raise ModelError("this is not a GGUF file")
@@ -275,7 +277,7 @@ class GGUFParser:
         return kind, stored.shape[-1] // block * block_bytes
 
     def tensor(self, name: str, stored: GGUFTensor, data_start: int) -> Tensor:
-        """Read a tensor and dequantise it to fp32, with shape `stored.shape`.
+        """Read a tensor, and dequantise it to an fp32 tensor of shape `stored.shape`.
 
         Args:
             name: name of the tensor, for messages.
@@ -283,8 +285,8 @@ class GGUFParser:
             data_start: position of the data section, as returned by `parse`.
         """
         gguf = import_gguf()
-        # Limit the number of rotary factors here, because they are read before their shape can be
-        # compared with the config.
+        # Limit the number of factors for the rotary frequencies here, because they are read before
+        # their shape can be compared with the config.
         if name in _FACTORS and math.prod(stored.shape) > _MOST_FACTORS:
             raise ModelError(f"the file is damaged: tensor {name} has shape {list(stored.shape)}")
         kind, row_bytes = self._kind_of(name, stored)
@@ -299,8 +301,8 @@ class GGUFParser:
         return torch.from_numpy(values.astype(np.float32)).reshape(stored.shape)
 
     def _take(self, count: int) -> bytes:
-        # Check the length before reading, because `read` would allocate memory even if the length
-        # is damaged.
+        # Check the length before reading, because `read` would allocate memory for any length in a
+        # damaged file.
         if count > self._size - self._position:
             raise ModelError("the file is damaged or truncated")
         self._position += count

@@ -302,7 +302,7 @@ def _attention_rules(model: Any, theirs: str, ours: str) -> Iterator[TensorRule]
 def _head_norm_rules(
     model: Any, theirs: str, ours: str, letter: str, *, heads: int
 ) -> Iterator[TensorRule]:
-    """Yield the rules for the norm of the queries or keys, if the model has such a norm."""
+    """Yield the rules for the norm of the queries or of the keys, if the model has such a norm."""
     D = model.head_dim
     if model.qk_norm == "own":
         names = tuple(f"{ours}{letter}_layernorm.norms.{head}.weight" for head in range(heads))

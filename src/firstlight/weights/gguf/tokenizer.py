@@ -288,7 +288,8 @@ def describe_tokenizer(
             raise _refused(f"its token '{content}' strips white space or requires word boundaries")
     tokens = _tokens(tokenizer, vocab_size)
     types = _types(tokens, added, model)
-    # If "bos" or "eos" were missing, llama.cpp would use an ordinary token instead.
+    # Always specify "bos" and "eos". If they were missing, llama.cpp would use ordinary tokens in
+    # their place.
     bos = tokenizer.separator_id
     eos = bos if tokenizer.eos_token_id is None else tokenizer.eos_token_id
     unknown = model.get("unk_token") or tokenizer.config.get("unk_token")
