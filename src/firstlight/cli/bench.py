@@ -155,15 +155,15 @@ def methods_command(out: Path, as_json: bool, **options: Any) -> Result:
 @out_option("gemm")
 @with_json
 def gemm_command(out: Path | None, as_json: bool, **options: Any) -> Result:
-    """Measure how fast this machine multiplies matrices of different shapes, and how much aligned
-    sizes help.
+    """Measure the speed of matrix products on this machine.
 
-    The benchmark multiplies square matrices of increasing size, matrices of the shapes in a GPT-2
-    training step, and matrices whose sizes are just below or above a multiple of the tile size. It
-    compares unpadded sizes with sizes padded to multiples of 8, 64 and 128. On a CPU, it also
-    measures passes over arrays that fit in the L1 cache, in larger caches or only in main memory,
-    and matrix products computed in blocks. If it is stopped with Ctrl-C, the measurements made so
-    far are kept.
+    The benchmark measures how the speed depends on the shapes of the matrices, and how much aligned
+    sizes improve it. It multiplies square matrices of increasing size, matrices of the shapes in a
+    GPT-2 training step, and matrices whose sizes are just below or above a multiple of the tile
+    size. It compares unpadded sizes with sizes padded to multiples of 8, 64 and 128. On a CPU, it
+    also measures passes over arrays that fit in the L1 cache, in larger caches or only in main
+    memory, and matrix products computed in blocks. If it is stopped with Ctrl-C, the measurements
+    made so far are kept.
     """
     from firstlight.bench.gemm import GemmRun, draw
 

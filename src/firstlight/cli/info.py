@@ -228,10 +228,10 @@ def _tokenizer_rows(tokenizer: dict[str, Any] | None) -> list[tuple[str, object]
 )
 @with_json
 def report_command(runs: tuple[Path, ...], out: Path | None, as_json: bool) -> dict[str, Any]:
-    """Write a report of a run as a web page and an image, or compare several runs.
+    """Write a report of a run, or compare several runs.
 
-    RUN is a run folder. The run can still be in progress, and it can also have been killed. The web
-    page is a single self-contained file.
+    RUN is a run folder. The run can still be in progress, and it can also have been killed. The
+    report consists of a web page, which is a single self-contained file, and an image.
     """
     from firstlight.report import report as report_files
     from firstlight.report.compare import number_table

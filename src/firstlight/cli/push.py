@@ -108,8 +108,9 @@ def card_command(
     best: bool,
     as_json: bool,
 ) -> dict[str, Any]:
-    """Write a model card, which describes the model, its data, its recipe, its results and how to
-    use it.
+    """Write a model card.
+
+    The card describes the model, its data, its recipe, its results and how to use it.
 
     RUN_OR_MODEL is a run, a checkpoint, a Hugging Face model folder or a hub id. USER/NAME is used
     in the example commands on the card. The card can be edited and then passed to `firstlight push

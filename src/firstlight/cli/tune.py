@@ -51,8 +51,9 @@ _SHOWN = 10
 def tune_command(
     arguments: tuple[str, ...], out: Path | None, budget: str, as_json: bool, **options: Any
 ) -> dict[str, Any]:
-    """Search for the values of recipe keys that give the lowest held-out loss in short training
-    runs.
+    """Search for the recipe values with the lowest held-out loss.
+
+    The loss is measured in short training runs, which are called trials.
 
     Each trial trains the recipe in a separate process with a shortened schedule. All trials use the
     same seed and the same number of tokens. The first trial uses the values in the recipe, and

@@ -62,7 +62,9 @@ class _Shown:
 @click.command("watch")
 @click.argument("run", metavar="RUN", type=click.Path(path_type=Path))
 def watch_command(run: Path) -> None:
-    """Show a run in the terminal: its progress, metrics, loss curve and latest sample text.
+    """Show the progress of a run in the terminal.
+
+    The view contains the progress, the metrics, the loss curve and the latest sample text.
 
     RUN is a run folder that another process is writing or will create. For a finished run, its last
     state is shown. The command exits when the run ends. Ctrl-C ends this command without stopping
