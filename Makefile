@@ -24,6 +24,8 @@
 PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo $$p; break; }; done)
 BIN := .venv/bin
+# The printed commands run in a shell that may not have the environment.
+ACTIVATE = echo "to run these commands in this shell, first run: . $(BIN)/activate"
 PIP_INSTALL := python -m pip install --quiet --disable-pip-version-check
 PIP := $(BIN)/$(PIP_INSTALL) --constraint constraints.txt
 
@@ -71,10 +73,12 @@ SMOKE := budget.py::test_budget_page_compares_chosen_run_with_best_draw \
 
 demo: .venv/demo-ready
 	$(BIN)/firstlight train stdlib --budget 4m
+	@$(ACTIVATE)
 
 # FILES="a.json b.json": further instructions to learn.
 tour: .venv/tour-ready
 	$(BIN)/python scripts/tour.py $(FILES)
+	@$(ACTIVATE)
 
 # mypy and the tests of GPU code on fake CUDA tensors, which need a separate process (autograd counts
 # the devices once), run beside the tests, whose two processes do not always keep both cores busy. Their

@@ -20,7 +20,14 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, ProgressColumn, TextColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    Progress,
+    ProgressColumn,
+    TaskProgressColumn,
+    TextColumn,
+    TimeRemainingColumn,
+)
 
 from firstlight.errors import ConfigError
 
@@ -72,7 +79,7 @@ def silence() -> None:
 
 def progress_bar(*columns: ProgressColumn, shown: bool = True) -> Progress:
     """Return a progress bar on stderr. It shows a description, the percentage, the given columns
-    and the remaining time.
+    and the remaining time. A task without a total has no percentage and no remaining time.
 
     The bar is shown only if stderr is a terminal. If stderr is a file, the caller should print
     messages instead.
@@ -81,7 +88,7 @@ def progress_bar(*columns: ProgressColumn, shown: bool = True) -> Progress:
     return Progress(
         TextColumn("{task.description}"),
         BarColumn(),
-        TextColumn("{task.percentage:>3.0f}%"),
+        TaskProgressColumn("{task.percentage:>3.0f}%"),  # empty if the total is unknown
         *columns,
         TimeRemainingColumn(),
         console=target,

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import errno
 import io
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -14,7 +15,7 @@ import pytest
 
 from firstlight.cli.main import firstlight, main
 from firstlight.cli.output import show, write_out
-from firstlight.console import gib, say
+from firstlight.console import gib, progress_bar, say
 from firstlight.errors import lacks_memory
 
 WILD = "a\x1b[31m\x9b2J\u202eb\tc\r\nd"
@@ -40,6 +41,19 @@ def test_stdout_escapes_control_characters_in_terminal_but_not_in_pipe(
     write_out(WILD)
     show(WILD)
     assert stream.bytes.getvalue().decode() == f"{written}{written}\n"
+
+
+@pytest.mark.parametrize(("total", "percentages"), [(None, set()), (4, {"25%"})])
+def test_progress_bar_without_total_shows_no_percentage(
+    total: int | None, percentages: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stream = _Stream(terminal=True)
+    monkeypatch.setattr(sys, "stderr", stream)
+    with progress_bar() as bar:
+        bar.update(bar.add_task("reading", total=total), advance=1)
+    shown = stream.bytes.getvalue().decode()
+    assert set(re.findall(r"\d+%", shown)) - {"0%"} == percentages
+    assert ("0%" in shown) <= (total is not None)
 
 
 @pytest.mark.parametrize("text", ["Wort\u00adteil", "\u0645\u200c\u06cc", "\u06dd1"])

@@ -187,7 +187,9 @@ def test_prepare_files_of_other_types_are_counted_and_listed(tmp_path: Path) -> 
     manifest = prepare([folder], TOKENIZER, tmp_path / "out", val_fraction=0)
     assert manifest["unread_files"] == {".pdf": 2, "": 1}
     listed = (tmp_path / "out" / "unread.txt").read_text(encoding="utf-8")
-    assert listed.splitlines() == [str(file) for file in others]
+    lines = [line.split("\t") for line in listed.splitlines()]
+    assert [path for path, _ in lines] == [str(file) for file in others]
+    assert lines[-1][1] == "a binary file: exclude it"
 
 
 def test_prepare_without_rejections_writes_no_rejection_list(tmp_path: Path) -> None:

@@ -40,6 +40,7 @@ from firstlight.data.sources import (
     neutral_name,
     note_on_inputs,
     unread_files,
+    unread_lines,
 )
 from firstlight.errors import InputError, MissingDependencyError
 
@@ -163,8 +164,69 @@ def test_unread_files_are_counted_by_suffix_once(
         "pipe": 1,
     }
     assert unread_files(["a.txt"]) == []
-    way = "(extract its text with pdftotext FILE.pdf FILE.txt)"
-    assert listed(counts) == f"2 .pdf, 1 without a suffix, 1 .png, 1 .tar.gz {way}"
+    way = "(extract their text with pdftotext FILE.pdf FILE.txt)"
+    assert listed(counts) == f"2 .pdf {way}, 1 without a suffix, 1 .png, 1 .tar.gz"
+
+
+def test_listed_files_have_one_command_per_type_for_three_types() -> None:
+    counts = {".gz": 9, ".pdf.gz": 4, ".pdf": 2, ".html": 1, ".htm": 1, ".docx": 1}
+    ways = {
+        ".gz": "unpack them with gzip -dc < FILE.gz > FILE",
+        ".pdf": "extract their text with pdftotext FILE.pdf FILE.txt",
+        ".html": "extract its text with pandoc -f html FILE.html -t plain -o FILE.txt",
+    }
+    shown = [
+        f"{count} {end}{f' ({ways[end]})' if end in ways else ''}" for end, count in counts.items()
+    ]
+    assert listed(counts) == ", ".join(shown)
+
+
+def test_by_ending_part_of_compressed_file_name_is_not_a_suffix() -> None:
+    names = ["changelog.Debian.gz", "a.amd64.gz", "b.pdf.gz", "c.tar.gz", "d.txt.gz"]
+    assert by_ending([Path(name) for name in names]) == {
+        ".gz": 2,
+        ".pdf.gz": 1,
+        ".tar.gz": 1,
+        ".txt.gz": 1,
+    }
+
+
+def test_find_sources_compressed_text_needs_no_text_suffix(tmp_path: Path) -> None:
+    text = b"some words\n" * 100
+    texts = ["NEWS.xz", "README.gz", "THANKS.zst", "changelog.Debian.gz", "notes.bz2"]
+    for name in texts:
+        (tmp_path / name).write_bytes(COMPRESSORS[Path(name).suffix](text))
+    others = {
+        "binary.gz": gzip.compress(bytes(range(256))),
+        "damaged.gz": gzip.compress(text)[:20],
+        "not.gz": text,
+        "page.html.gz": gzip.compress(b"<p>some words</p>"),
+        "paper.pdf.gz": gzip.compress(b"%PDF-1.4"),
+        "rows.json.gz": gzip.compress(b'[{"a": "b"}]'),
+    }
+    for name, content in others.items():
+        (tmp_path / name).write_bytes(content)
+    assert names(tmp_path) == [str(tmp_path / name) for name in texts]
+    assert [file.name for file in unread_files([tmp_path])] == list(others)
+    assert texts_of(tmp_path) == [text.decode()] * len(texts)
+    with pytest.raises(
+        InputError, match=r"unpack it with gzip -dc < \S+paper.pdf.gz > \S+paper.pdf "
+    ):
+        find_sources([tmp_path / "paper.pdf.gz"])
+
+
+def test_unread_lines_give_path_and_reason(tmp_path: Path) -> None:
+    make_tree(tmp_path, "a.pdf", "b.txt")
+    os.symlink("nowhere", tmp_path / "c")
+    files = [tmp_path / name for name in ("a.pdf", "b.txt", "c", "gone")]
+    lines = [line.split("\t") for line in unread_lines(files).splitlines()]
+    assert [path for path, _ in lines] == [str(file) for file in files]
+    assert [reason for _, reason in lines] == [
+        f"a PDF document: extract its text with pdftotext {files[0]} {tmp_path}/a.txt",
+        "no conversations",
+        "a broken link",
+        f"No such file or directory at {files[3]}",
+    ]
 
 
 def test_find_sources_folder_skips_non_regular_files(tmp_path: Path) -> None:
@@ -287,13 +349,13 @@ def test_find_sources_stdlib_without_source_raises(
         ("corpsu", r"corpsu does not exist \(did you mean 'corpus'\?\)"),
         ("stdlb", r"stdlb does not exist \(did you mean 'stdlib'\?\)"),
         ("corpus/zzz/a.txt", r"corpus/zzz/a\.txt does not exist: specify files"),
-        ("corpus/*.txt", r"corpus/\*\.txt matches no text files \(firstlight reads text "),
+        ("corpus/*.txt", r"corpus/\*\.txt matches no text files \(firstlight reads plain text "),
         ("no[xyz]", r"matches no text files"),
         ("empty", r"folder empty contains no text files .*\): add some$"),
         (
             "corpus",
             r"folder corpus contains no text files; it has 1 \.odt: corpus/table\.odt is an .*"
-            r"\(firstlight reads text and code with any suffix or none, \.jsonl, \.ndjson, ",
+            r"\(firstlight reads plain text and code with any suffix or none, \.jsonl, \.ndjson, ",
         ),
         ("corpus/table.odt", r"table\.odt is an OpenDocument text: extract its text with pandoc "),
         ("https://a.org/b.txt", r"https://a\.org/b\.txt is a URL: download it with curl -LO "),

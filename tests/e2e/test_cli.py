@@ -520,7 +520,7 @@ _ERRORS = {
     "generate run --prompt x --frequency-penalty 2.1": "frequency_penalty must be between -2 and",
     "generate run --prompt x --presence-penalty nan": "presence_penalty must be between -2 and 2",
     "generate run --prompt x --logit-bias 5": "--logit-bias 5 is not of the form ID=BIAS",
-    "generate run --prompt x --logit-bias 5=101": "logit_bias must be numbers from -100 to 100",
+    "generate run --prompt x --logit-bias 5=101": "to numbers from -100 to 100, not",
     "generate run --prompt x --logit-bias 5=1 --logit-bias 5=2": "given twice for token 5",
     "generate run --prompt x --logit-bias 99999=1": "logit_bias contains token id 99999, but",
     "generate run --prompt x --top-k -1": "top_k must be",
@@ -618,13 +618,36 @@ def test_cli_interruption_prints_one_line_and_run_can_resume(
         patch.setattr(TrainingRun, "begin_step", interrupted)
         answer = run("train", "r.yaml")
     assert answer.exit_code == 130
-    assert (
-        "\nfirstlight: error: interrupted: to continue, add --resume to the same command, if"
-        in answer.err
-    )
+    said = "firstlight: error: interrupted: to continue, add --resume to the same command"
+    assert answer.err.splitlines()[-1] == said
     answer = run("train", "r.yaml", "--resume")
     assert answer.exit_code == 0
     assert "(step 3)" in answer.err
+
+
+def test_cli_interruption_before_first_checkpoint_suggests_same_command(
+    place: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begin_step = TrainingRun.begin_step
+
+    def interrupted(run: TrainingRun) -> float:
+        if run.state.step == steps:
+            raise KeyboardInterrupt
+        return begin_step(run)
+
+    monkeypatch.setattr(TrainingRun, "begin_step", interrupted)
+    (place / "texts").mkdir()
+    (place / "texts/a.txt").write_text("The cat sat on the mat, and the dog ate it.\n" * 99)
+    texts = ("texts", "--steps", "3", "--model.hidden_size", "64", "--data.seq_len", "32")
+    unsaved = ("r.yaml", "--run.dir", "unsaved", "--checkpoint.every_steps", "0")
+    for command in (texts, unsaved):
+        for steps in (0, 2):
+            words = "" if steps else " before the first step"
+            answer = run("train", *command)
+            assert answer.exit_code == 130
+            beginning, _, advice = answer.err.splitlines()[-1].rpartition(": ")
+            assert beginning.startswith(f"firstlight: error: interrupted{words}")
+            assert advice.removeprefix("to continue, ") == "run the same command again"
 
 
 def test_cli_errors_in_shell_equal_those_in_process(place: Path) -> None:

@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import json
 import math
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -73,7 +74,8 @@ def text(tmp_path: Path, texts: list[str]) -> Path:
 
 
 def scored(document: int, segments: list[str], *bits: Any) -> Row:
-    return Row(document, segments, bits=[np.array(own, float) for own in bits])
+    edges = np.cumsum([0, *map(len, segments)], dtype=np.int32)
+    return Row(document, "".join(segments), edges, bits=[np.array(own, float) for own in bits])
 
 
 @torch.no_grad()
@@ -97,13 +99,14 @@ def test_rows_of_equal_tokenizers_have_tokens_as_segments(
     text = "the bird sings\n🙂 and  falls "
     (row,) = rows_of("text", [text], [before, after], SEQ_LEN)
     assert "".join(row.segments) == text
-    tokens = [tokenizer.decode([one]) for one in row.ids[0]]
+    assert row.text == text
+    tokens = [tokenizer.decode([one]) for one in row.ids[0].tolist()]
     # The emoji has several tokens, which have no edge within the character.
     assert [one for one in tokens if "\ufffd" not in one] == [
         one for one in row.segments if "🙂" not in one
     ]
     assert sum("🙂" in one for one in row.segments) == 1
-    assert row.counts[0] == row.counts[1]
+    assert row.counts[0].tolist() == row.counts[1].tolist()
     assert row.counts[0][-1] == len(tokens)
 
 
@@ -120,13 +123,45 @@ def test_rows_of_different_tokenizers_cover_text_and_share_edges(
             ids = [token for row in own for token in row.ids[index]]
             assert ids == loaded.tokenizer.encode(text)
     for row in rows:
-        for loaded, ids, counts in zip((before, other), row.ids, row.counts, strict=True):
-            assert 0 < len(ids) <= 24
+        for loaded, row_ids, counts in zip((before, other), row.ids, row.counts, strict=True):
+            assert 0 < len(row_ids) <= 24
             assert loaded.tokenizer is not None
-            pieces = [loaded.tokenizer.decode(ids[a:b]) for a, b in itertools.pairwise(counts)]
+            decode = loaded.tokenizer.decode
+            pieces = [decode(row_ids[a:b].tolist()) for a, b in itertools.pairwise(counts)]
             assert pieces == row.segments
     # Rows are as long as they can be: the next segment would not fit.
     assert max(len(ids) for row in rows for ids in row.ids) >= 22
+
+
+def test_rows_of_long_document_are_those_of_one_encoding(
+    before: LoadedModel, tmp_path: Path, texts: list[str], other_tokenizer: Tokenizer
+) -> None:
+    # Longer than the pieces in which documents are encoded.
+    text = "".join(texts)
+    text *= 600_000 // len(text)
+    other = make_model(tmp_path / "other", other_tokenizer, 1)
+    rows = rows_of("text", [text], [before, other], None)
+    assert "".join(row.text for row in rows) == text
+    assert {row.document for row in rows} == {0}
+    for index, loaded in enumerate((before, other)):
+        assert loaded.tokenizer is not None
+        assert [token for row in rows for token in row.ids[index]] == loaded.tokenizer.encode(text)
+
+
+def test_rows_take_little_memory(before: LoadedModel, after: LoadedModel, texts: list[str]) -> None:
+    text = "".join(texts)
+    text *= 600_000 // len(text)
+    tracemalloc.start()
+    try:
+        rows = rows_of("text", [text], [before, after], None)
+        kept, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    tokens = sum(len(row.ids[0]) for row in rows)
+    # A segment of one token takes 20 bytes, and bytes of its text. Lists of Python objects would
+    # take more than 200.
+    assert kept < 50 * tokens
+    assert peak < 500 * tokens
 
 
 def test_rows_of_real_tokenizers_cover_spaces_and_characters_of_several_tokens(
@@ -167,6 +202,21 @@ def test_rows_text_without_token_names_document_model_and_character(
         rows_of("text", ["the bird", "the cat"], [before, other], None)
 
 
+def test_rows_keep_characters_that_normalizer_composes(
+    before: LoadedModel, tmp_path: Path, tokenizer: Tokenizer
+) -> None:
+    backend = tokenizers.Tokenizer.from_str(tokenizer.backend.to_str())
+    backend.normalizer = tokenizers.normalizers.NFC()  # as in Qwen 2
+    composing = Tokenizer(backend, eos_token=tokenizer.eos_token, bos_token=tokenizer.bos_token)
+    other = make_model(tmp_path / "other", composing, 0)
+    text = "the cafe\u0301 e\u0323\u0301 \u1112\u1161\u11ab bird"
+    (row,) = rows_of("text", [text], [before, other], None)
+    assert "".join(row.segments) == text
+    assert row.ids[1].tolist() == composing.encode(text)
+    # There is no edge within the characters that become one token.
+    assert {"e\u0301", "e\u0323", "\u1112\u1161\u11ab"} <= set(row.segments)
+
+
 def test_rows_segment_longer_than_row_raises_input_error(
     before: LoadedModel, tmp_path: Path
 ) -> None:
@@ -185,16 +235,14 @@ def test_compare_bits_match_slow_loop_for_both_tokenizers(
     other = make_model(tmp_path / "other", other_tokenizer, 1)
     found = compare(before, other, texts=text, seq_len=SEQ_LEN, batch_size=3)
     assert not found.same_tokenizer
-    assert found.total is not None
+    (value,) = found.texts
     documents = documents_of(str(text))
     size = sum(len(document.encode()) for document in documents)
     rows = rows_of("text", documents, [before, other], SEQ_LEN)
-    assert (found.total.bytes, found.total.units, found.total.unit) == (size, len(rows), "rows")
-    for index, (loaded, value) in enumerate(
-        ((before, found.total.before), (other, found.total.after))
-    ):
-        expected = sum(slow_bits(loaded, row.ids[index]) for row in rows) / size
-        assert value.value == pytest.approx(expected, rel=1e-5)
+    assert (value.bytes, value.units, value.unit) == (size, len(rows), "row")
+    for index, (loaded, one) in enumerate(((before, value.before), (other, value.after))):
+        expected = sum(slow_bits(loaded, row.ids[index].tolist()) for row in rows) / size
+        assert one.value == pytest.approx(expected, rel=1e-5)
 
 
 def test_compare_model_with_itself_has_no_difference(before: LoadedModel, text: Path) -> None:
@@ -202,6 +250,14 @@ def test_compare_model_with_itself_has_no_difference(before: LoadedModel, text: 
     assert found.same_tokenizer
     assert found.texts[0].difference == Metric(0.0, 0.0)
     assert found.worse == found.better == []
+
+
+def test_compare_tokenizer_with_more_special_tokens_is_the_same(
+    before: LoadedModel, after: LoadedModel, text: Path, tokenizer: Tokenizer
+) -> None:
+    chat = dataclasses.replace(after, tokenizer=tokenizer.extended(["<|im_start|>"]))
+    for pair in ((before, chat), (chat, before)):
+        assert compare(*pair, texts=[text], sample=1).same_tokenizer
 
 
 def test_compare_sample_evaluates_few_rows(
@@ -222,9 +278,8 @@ def test_paired_error_of_rows_is_that_of_their_differences() -> None:
         scored(0, ["abcd"], [20], [22]),  # 2 bits more
         scored(1, ["ab", "ü"], [1, 1], [2, 3]),  # 3 bits more; ü has two bytes
     ]
-    found = compare_rows("text", {"text": rows})
-    assert (found.bytes, found.unit, found.units) == (12, "rows", 3)
-    compared = found
+    compared = compare_rows("text", rows)
+    assert (compared.bytes, compared.unit, compared.units) == (12, "row", 3)
     assert compared.before.value == 30 / 12
     assert compared.after.value == 36 / 12
     assert compared.difference.value == 6 / 12
@@ -240,8 +295,8 @@ def test_paired_error_of_many_documents_is_over_documents() -> None:
         for document in range(30)
         for _ in range(2)
     ]
-    found = compare_rows("text", {"text": rows})
-    assert (found.unit, found.units, found.bytes) == ("documents", 30, 120)
+    found = compare_rows("text", rows)
+    assert (found.unit, found.units, found.bytes) == ("document", 30, 120)
     # Documents of 4 bytes differ by 0 or 2 bits, around 1.
     assert found.difference.value == 30 / 120
     expected = math.sqrt(30 / 29 * 30) / 120
@@ -249,16 +304,9 @@ def test_paired_error_of_many_documents_is_over_documents() -> None:
 
 
 def test_paired_error_of_one_row_is_unknown() -> None:
-    found = compare_rows("text", {"text": [scored(0, ["ab"], [1], [2])]})
+    found = compare_rows("text", [scored(0, ["ab"], [1], [2])])
     assert found.difference == Metric(0.5, None)
-
-
-def test_total_of_texts_counts_bytes_not_texts() -> None:
-    rows = {"a": [scored(0, ["ab"], [2], [4])], "b": [scored(0, ["abcdef"], [6], [6])]}
-    found = compare_rows("all texts", rows)
-    assert found.before.value == 1.0
-    assert found.difference.value == 2 / 8
-    assert found.units == 2
+    assert found.cells()[-1] == "1 row"
 
 
 def test_paired_error_of_scores_is_over_items() -> None:
@@ -269,12 +317,19 @@ def test_paired_error_of_scores_is_over_items() -> None:
     before, after = result([1, 0, 0, 1], 0.5, 3.0), result([1, 1, 0, 1], 0.75, 5.0)
     acc, perplexity = compare_scores([before], [after])
     assert isinstance(acc, ComparedValue)
-    assert (acc.name, acc.difference.value, acc.units, acc.unit) == ("t acc", 0.25, 4, "items")
+    assert (acc.name, acc.difference.value, acc.units, acc.unit) == ("t acc", 0.25, 4, "item")
     assert acc.cells() == ["t acc", "0.50 ± 0.25", "0.75 ± 0.25", "+0.25 ± 0.25", "4 items"]
     # Differences of the items: 0, 1, 0, 0.
     assert acc.difference.stderr == pytest.approx(0.25)
     # Its value is not the mean over the items.
     assert perplexity.difference == Metric(2.0, None)
+
+
+def test_scores_of_task_group_have_no_units() -> None:
+    result = TaskResult("group", {"acc": Metric(0.5, 0.1)}, None)
+    (found,) = compare_scores([result], [result])
+    assert found.units is None
+    assert found.cells()[-1] == ""
 
 
 # Passages
@@ -343,6 +398,9 @@ def test_compare_nothing_given_names_options(before: LoadedModel, after: LoadedM
         ({"prompts": "a", "items": 5}, "items applies to tasks, and none are given"),
         ({"prompts": "a", "sample": 5}, "sample applies to texts, and none are given"),
         ({"prompts": "a", "max_new_tokens": 0}, "max_new_tokens"),
+        ({"prompts": "a", "passages": -1}, "passages must be at least 0, not -1"),
+        ({"prompts": "a", "seed": -1}, "seed must be at least 0, not -1"),
+        ({"prompts": "a", "chat_template": False}, "chat_template applies to tasks"),
     ],
 )
 def test_compare_bad_argument_raises_error(
@@ -361,12 +419,27 @@ def test_compare_blank_and_binary_texts_raise_input_error(tmp_path: Path) -> Non
         documents_of(str(tmp_path / "bad.jsonl"))
 
 
+@pytest.mark.parametrize("options", [{"seq_len": 65}, {"prompts": "the bird " * 99}])
+def test_compare_bad_input_is_reported_before_tasks_and_losses(
+    options: dict[str, Any], before: LoadedModel, after: LoadedModel, text: Path, tmp_path: Path
+) -> None:
+    items = tmp_path / "items.jsonl"
+    items.write_text(json.dumps({"ctx": "a", "endings": ["b", "c"], "label": 0}), encoding="utf-8")
+    progress: list[int] = []
+    options = {"tasks": f"hellaswag,{items}", **options}
+    with pytest.raises(FirstlightError, match="context of 64"):
+        compare(
+            before, after, texts=text, on_progress=lambda done, _: progress.append(done), **options
+        )
+    assert progress == []
+
+
 def test_compare_answers_are_greedy_and_need_no_template(
     before: LoadedModel, after: LoadedModel
 ) -> None:
     found = compare(before, after, prompts=["the bird", "a star"], max_new_tokens=6)
     assert [one.prompt for one in found.answers] == ["the bird", "a star"]
-    assert found.total is None
+    assert found.texts == []
     again = compare(after, before, prompts="the bird", max_new_tokens=6)
     assert (again.answers[0].before, again.answers[0].after) == (
         found.answers[0].after,

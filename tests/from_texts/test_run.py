@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import fcntl
+import gzip
 import inspect
 import json
 import os
@@ -26,12 +27,14 @@ from unittest.mock import Mock
 import click
 import pytest
 import yaml
+from rich.progress import Progress, ProgressColumn
 
 from builders import ENGLISH, write_texts
 from firstlight.cli import train as train_command
 from firstlight.cli.main import main
 from firstlight.cli.train import takes_texts
-from firstlight.console import rounded, time_text
+from firstlight.console import progress_bar, rounded, time_text
+from firstlight.data import prepare as prepare_module
 from firstlight.data.sources import find_sources
 from firstlight.errors import CheckpointError, ConfigError, InputError, TokenizerError
 from firstlight.from_texts import machine as machine_module
@@ -55,7 +58,7 @@ from firstlight.planner.plan.estimate import Estimate, estimate
 from firstlight.planner.plan.machine import Machine, find_machine, resolve_for
 from firstlight.recipe import load_recipe
 from firstlight.run_log.names import FORECAST_NAME
-from firstlight.run_log.reader import read_json_lines
+from firstlight.run_log.reader import read_json_lines, read_length
 from firstlight.training.loop import train
 
 pytestmark = pytest.mark.usefixtures("forked_processes")
@@ -91,18 +94,27 @@ def trained(folder: Path, **changes: Any) -> TextRun:
 
 
 @pytest.mark.parametrize(
-    ("prompt", "words"),
+    ("prompts", "words"),
     [
-        ("\n  Short line.\nSecond", "Short line."),
-        ("a line with more words than thirty-two letters hold", "a line with more words than"),
-        ("日" * 50, "日" * 32),
-        ("hello " + "b" * 50, "hello"),
-        ("tea\x1b]0;title\x07 time", "tea"),
-        (" \n ", ""),
+        (["\n  A short line.\nSecond"], "A short line"),
+        (["a line with more words than thirty-two letters hold"], "a line with more words than"),
+        (["日" * 50], "日" * 32),
+        (["春眠不覺曉，處處聞啼鳥"], "春眠不覺曉"),
+        (["यह एक परीक्षा है।"], "यह एक परीक्षा है"),
+        (["hello there " + "b" * 50], "hello there"),
+        (["time for tea\x1b]0;title\x07"], "time for"),
+        (["“Don’t,” said he.\n“Well then,” said she"], "Well then"),
+        (['\'"" t', "x = f(y)\nsys.path", "12 of 13"], ""),
+        (['\'"" t', "import numpy as np"], "import numpy as np"),
+        (["see /usr/share"], ""),
+        ([" \n "], ""),
+        ([], ""),
     ],
 )
-def test_first_words_keeps_shell_safe_whole_words_of_prompt(prompt: str, words: str) -> None:
-    assert first_words(prompt) == words
+def test_first_words_are_letters_and_spaces_of_line_of_language(
+    prompts: list[str], words: str
+) -> None:
+    assert first_words(prompts) == words
 
 
 def test_train_texts_folder_makes_model_and_second_call_reuses_it(
@@ -207,10 +219,10 @@ def test_run_prints_at_most_25_lines_before_training_and_12_after_it(
     assert "left out: 1 duplicate" in lines
     assert f"left out: 1 document, empty or only whitespace; first: {texts}/empty.txt:1" in lines
     assert any(line.startswith("left out: 1 document, not valid UTF-8; first: ") for line in lines)
-    assert any(line.startswith("skipped 1 file of other kinds, 1 .pdf (") for line in lines)
+    assert any(line.startswith("skipped 1 file of other kinds: 1 .pdf (") for line in lines)
     unread, rejected = Path("runs/texts/unread.txt"), Path("runs/texts/data/rejected.jsonl")
     assert f"full lists of the skipped inputs: {unread}, {rejected}" in lines
-    assert unread.read_text() == f"{texts}/paper.pdf\n"
+    assert unread.read_text().startswith(f"{texts}/paper.pdf\ta PDF document: extract its text ")
     for name in ("copy.txt", "empty.txt", "latin.txt"):
         assert f"/{name}" in rejected.read_text()
     # The expectation and the result are compared with gzip's size of the same text.
@@ -256,6 +268,36 @@ def test_train_texts_stopped_run_is_resumed(
     assert second.expected_bits_per_byte is not None
     third = trained(texts, steps=None, overrides={}, resume=True)
     assert (third.run_folder, third.training) == (first.run_folder, None)
+
+
+def test_train_texts_resumed_run_is_not_charged_for_start_of_command(tmp_path: Path) -> None:
+    texts = write_texts(tmp_path / "texts")
+    options = {"steps": None, "budget": 120, "overrides": TINY | {"run.max_minutes": 1e-9}}
+    first = trained(texts, **options)
+    assert first.training is not None
+    before = read_length(first.run_folder)["seconds_used"]
+    second = trained(texts, began=time.time() - 90, **options)
+    assert second.training is not None
+    assert (first.training.step, second.training.step) == (1, 2)
+    assert before < read_length(second.run_folder)["seconds_used"] < before + 30
+
+
+def test_train_texts_compressed_files_have_complete_progress_bar(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    texts = write_texts(tmp_path / "texts")
+    for path in texts.iterdir():
+        path.with_name(f"{path.name}.gz").write_bytes(gzip.compress(path.read_bytes()))
+        path.unlink()
+    bars: list[Progress] = []
+
+    def kept(*columns: ProgressColumn, shown: bool) -> Progress:
+        bars.append(progress_bar(*columns, shown=shown))
+        return bars[-1]
+
+    monkeypatch.setattr(prepare_module, "progress_bar", kept)
+    trained(texts)
+    assert [task.percentage for bar in bars for task in bar.tasks] == [100.0]
 
 
 def test_train_texts_deleted_shards_end_run_and_prevent_resume(tmp_path: Path) -> None:
@@ -723,6 +765,25 @@ def test_train_texts_proposes_longer_run_from_measured_time(tmp_path: Path) -> N
     Path("runs/texts-2/pipeline.json").write_text(json.dumps(state))
     longer = trained(tmp_path / "texts").next_commands[2][0]
     assert f" --budget {4 * minutes}m " in longer
+
+
+def test_result_worse_than_gzip_says_what_helps(tmp_path: Path) -> None:
+    run = trained(write_texts(tmp_path / "texts"))
+    run = dataclasses.replace(run, bits_per_byte=2.0, gzip_bits_per_byte=1.9)
+
+    def said(**changes: Any) -> list[str]:
+        lines = result_lines(dataclasses.replace(run, **changes))
+        return [line for line in lines if line.startswith("the result is worse than gzip -9: ")]
+
+    assert said(gzip_bits_per_byte=2.1) == said(gzip_bits_per_byte=None) == []
+    (line,) = said()
+    assert line.endswith(": train longer (the command below starts a new run from the beginning)")
+    (line,) = said(next_commands=[("firstlight train texts", "continue this run")])
+    assert line.endswith(": train longer (the command below continues this run)")
+    no_longer = [one for one in run.next_commands if not one[1].startswith("train longer")]
+    for changes in ({"best": True}, {"next_commands": no_longer}):
+        (line,) = said(**changes)
+        assert line.endswith(": add texts, because more steps on the same texts would not help")
 
 
 def test_train_texts_bits_of_partial_held_out_text_are_marked(tmp_path: Path) -> None:

@@ -30,7 +30,7 @@ from firstlight.from_texts.held_out import (
     sketch,
 )
 from firstlight.from_texts.preparation import train_tokenizer_on
-from firstlight.from_texts.scan import Scan, described, opening_of, scan_corpus
+from firstlight.from_texts.scan import GzipSample, Scan, described, opening_of, scan_corpus
 from firstlight.tokenizer import train_tokenizer
 
 
@@ -297,6 +297,26 @@ def test_scan_reports_gzip_and_xz_bits_per_byte(tmp_path: Path) -> None:
     # Computed from the pieces of the training text, in a different order.
     xz = 8 * len(lzma.compress(data)) / len(data)
     assert facts.hardness.xz_bits_per_byte == pytest.approx(xz, rel=0.15)
+
+
+def test_scan_gzip_of_long_text_is_estimated_from_its_whole_length(tmp_path: Path) -> None:
+    letters = bytes(b"etaoinsh"[code % 8] for code in range(256))
+    varied = random.Random(1).randbytes(3 << 20).translate(letters)
+    documents = [
+        b"the same line\n" * 150_000,
+        *(varied[at : at + 9999] for at in range(0, len(varied), 9999)),
+    ]
+    sample = GzipSample()
+    for document in documents:
+        sample.add(document)
+    text = b"".join(documents)
+    assert len(text) > 5_000_000
+    bits_per_byte = 8 * len(gzip.compress(text, 9)) / len(text)
+    assert sample.bits_per_byte() == pytest.approx(bits_per_byte, rel=0.03)
+    scan = scanned(tmp_path, prose(1, 3000))
+    facts = replace(scan.facts, text_bytes=len(text), gzip_bits_per_byte=1.234)
+    (line,) = described(replace(scan, facts=facts))
+    assert line.endswith("; compressed with gzip -9: about 1.23 bits per byte")
 
 
 def test_scan_single_text_is_split_at_its_end(tmp_path: Path) -> None:

@@ -100,8 +100,8 @@ def test_forecast_is_compared_with_measured_run(
     assert "iB; 2 tokens/s (1 to 3)\n" in said
     # Each figure at the start is compared with its own measurement.
     measured = (
-        r"\ntraining took \d+ s for [\d,]+ tokens, [\d,]+ tokens/s including evaluations and "
-        r"saves: [\d,]+ tokens/s \(planned 2\) in the median step, tensors 0\.\d+ GiB \(planned "
+        r"\ntraining took \d+ s for [\d,]+ tokens, including evaluations and saves\n"
+        r"median step: [\d,]+ tokens/s \(planned 2\); memory: tensors 0\.\d+ GiB \(planned "
     )
     assert re.search(
         measured + r"3\.00 GiB\), process [\d.]+ [MG]iB \(planned [\d.]+ [MG]iB\)\n", said
@@ -314,7 +314,7 @@ def test_forecast_comparison_matches_each_rate_with_its_own(tmp_path: Path) -> N
         )
     text = comparison.write(tmp_path)
     assert text is not None
-    assert text.startswith("96 tokens/s (planned 100), 24 learned tokens/s (planned 25)")
+    assert text == "median step: 96 tokens/s (planned 100), 24 learned tokens/s (planned 25)"
     found = json.loads((tmp_path / FORECAST_NAME).read_text(encoding="utf-8"))
     assert found["predicted"]["learned_tokens_per_second"] == [20, 25, 30]
     assert found["predicted"]["samples_per_second"] == [1.6, 2, 2.4]

@@ -96,6 +96,24 @@ def test_makefile_keeps_installed_supported_torch(
     assert any(" torch==" in call for call in asked) is not kept
 
 
+@pytest.mark.parametrize("target", ["demo", "tour"])
+def test_makefile_says_how_to_run_the_printed_commands(tmp_path: Path, target: str) -> None:
+    shutil.copy(_ROOT / "Makefile", tmp_path)
+    programs = tmp_path / ".venv" / "bin"
+    programs.mkdir(parents=True)
+    for name in ("firstlight", "python"):
+        (programs / name).write_text("#!/bin/sh\necho done\n")
+        (programs / name).chmod(0o755)
+    for name in ("constraints.txt", "pyproject.toml", ".venv/demo-ready", ".venv/tour-ready"):
+        (tmp_path / name).touch()
+    made = subprocess.run(
+        ["make", target], cwd=tmp_path, capture_output=True, encoding="utf-8", check=True
+    )
+    *_, done, last = made.stdout.splitlines()
+    assert done == "done"
+    assert last == "to run these commands in this shell, first run: . .venv/bin/activate"
+
+
 def test_torch_version_is_equal_in_all_files() -> None:
     makefile = (_ROOT / "Makefile").read_text(encoding="utf-8")
     pinned = re.search(r"^TORCH := (\S+)$", makefile, re.M)

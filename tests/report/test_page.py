@@ -20,8 +20,16 @@ from builders import slow_but
 from firstlight.cli.main import main
 from firstlight.console import visible
 from firstlight.errors import CheckpointError
+from firstlight.evaluation.comparison import (
+    ComparedAnswer,
+    ComparedValue,
+    ModelComparison,
+    Passage,
+    Segment,
+)
+from firstlight.evaluation.scores import Metric
 from firstlight.report.charts import Chart, Line, draw
-from firstlight.report.report import chosen_samples, draw_report, run_page
+from firstlight.report.report import chosen_samples, draw_report, run_page, write_model_comparison
 from firstlight.report.summary import final_numbers
 from firstlight.run_log.names import HTML_NAME, REPORT_NAME
 from firstlight.run_log.reader import Series, read_run
@@ -465,3 +473,76 @@ def test_run_page_shows_losses_by_steps_tokens_and_epochs(tmp_path: Path) -> Non
     chart = page[page.index("<svg") : page.index("</svg>")]
     names = re.findall(r"<text[^>]*>([^<]*)<", chart)
     assert {"step", "tokens seen", "epochs", "2k"} <= set(names)
+
+
+# Two models
+
+
+def compared_value(name: str, unit: str, size: int | None = None) -> ComparedValue:
+    before, after = Metric(1.5, 0.01), Metric(1.25, 0.02)
+    return ComparedValue(name, before, after, Metric(-0.25, 0.005), unit, 40, size)
+
+
+def models_page(comparison: ModelComparison, folder: Path) -> Page:
+    write_model_comparison(comparison, folder / "page.html")
+    return Page((folder / "page.html").read_text(encoding="utf-8")).harmless()
+
+
+def test_model_page_shows_values_marks_and_answers(tmp_path: Path) -> None:
+    segments = (
+        Segment("the ", 1.0, 1.0, marked=False),
+        Segment("king", 1.0, 7.25, marked=True),
+        Segment("\n", 2.0, 1.0, marked=False),
+    )
+    texts = [compared_value("a.txt", "document", 1000), compared_value("b.txt", "row", 500)]
+    page = models_page(
+        ModelComparison(
+            "base",
+            "tuned",
+            same_tokenizer=False,
+            texts=texts,
+            worse=[Passage("a.txt", 3, 5.25, segments)],
+            better=[],
+            tasks=[compared_value("hellaswag acc", "item")],
+            answers=[ComparedAnswer("Who?", "I", "you")],
+        ),
+        tmp_path,
+    )
+    assert page.texts("h1") == ["base → tuned"]
+    row = ["1.500 ± 0.010", "1.250 ± 0.020", "-0.2500 ± 0.0050"]
+    assert page.texts("td") == [
+        *(*row, "40 documents"),
+        *(*row, "40 rows"),
+        *(*row, "40 items"),
+    ]
+    assert page.texts("h2") == [
+        "Bits per byte lower is better",
+        "Tasks",
+        "Passages that got worse",
+        "Answers",
+    ]
+    assert "a.txt, document 3 +5.2 bits" in page.texts("h3")
+    spans = [a for tag, a in page.elements if tag == "span" and "title" in a]
+    assert [one["class"] for one in spans] == ["rise s4 carries", "fall s1"]
+    assert spans[0]["title"] == "1.00 → 7.25 bits"
+    assert page.texts("pre") == ["the king\n", "I", "you"]
+    assert "Different tokenizers" in " ".join(page.texts("p"))
+
+
+def test_model_page_escapes_hostile_texts(tmp_path: Path) -> None:
+    text = "".join(HOSTILE)
+    segments = (Segment(text, 1.0, 2.0, marked=True), Segment(text, 1.0, 1.0, marked=False))
+    passage = Passage(text, 1, 1.0, segments)
+    models_page(
+        ModelComparison(
+            text,
+            text,
+            same_tokenizer=True,
+            texts=[compared_value(text, "row", 1)],
+            worse=[passage],
+            better=[passage],
+            tasks=[compared_value(text, "item")],
+            answers=[ComparedAnswer(text, text, text)],
+        ),
+        tmp_path,
+    )

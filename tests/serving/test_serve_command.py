@@ -126,7 +126,8 @@ def test_serve_prints_address_and_exits_with_0(folder: Path) -> None:
                 received += piece
         assert b"data: [DONE]" in received
         assert code == 0
-        assert f"serving my-model at {ready['url']}/v1" in said
+        url = ready["url"]
+        assert f"serving my-model; API: {url}/v1, chat page: {url}/ (Ctrl-C" in said
         assert "at most 3 concurrent texts of 64 tokens" in said
         assert "Traceback" not in said
 
@@ -147,6 +148,8 @@ def test_serve_exits_with_0_for_each_ending_signal(folder: Path, number: int) ->
         code, said = server.end(number)
         assert code == 0
         assert "From-A-File" not in said
+        # A browser can't send the key.
+        assert "chat page" not in said
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])

@@ -923,14 +923,20 @@ def test_train_log_damaged_during_run_does_not_end_it(
     assert weights(found.checkpoint) == weights(expected.checkpoint)
     said = capsys.readouterr().err
     assert f"warning: {path}:1 is damaged: " in said
-    # The tokens are those of this call's steps, and the speed is theirs in its whole time.
     assert found.summary.tokens == found.tokens_seen
-    rate = found.summary.tokens / found.summary.seconds
-    assert (
-        f" for {found.summary.tokens:,} tokens, {rate:,.0f} tokens/s including evaluations" in said
-    )
+    assert f" s for {found.tokens_seen:,} tokens, including evaluations and saves\n" in said
     assert found.summary.step_seconds is None
-    assert train(other, resume=True).summary.step_seconds is not None
+    other["schedule"]["max_steps"] += 1
+    resumed = train(other, resume=True, progress=True)
+    tokens = resumed.tokens_seen - found.tokens_seen
+    assert 0 < tokens == resumed.summary.tokens
+    assert resumed.summary.step_seconds is not None
+    said = capsys.readouterr().err
+    assert re.search(
+        rf"\ntraining in this session took \d+ s for {tokens:,} tokens, including evaluations and "
+        r"saves\nmedian step: [\d,]+ tokens/s\n",
+        said,
+    )
 
 
 def test_train_report_out_of_memory_does_not_fail_finished_run(

@@ -142,7 +142,7 @@ def test_largest_micro_batch_other_failure_shows_last_line(monkeypatch: pytest.M
 @pytest.mark.parametrize(
     "batch,said",
     [
-        ({}, r"requires batch\.global_batch_tokens.*multiple of .* 16"),
+        ({}, r"set batch\.global_batch_tokens .*multiple of data\.seq_len, 16"),
         (
             {
                 "global_batch_tokens": 64,

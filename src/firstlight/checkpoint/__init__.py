@@ -1,3 +1,3 @@
-"""Write and read the checkpoints of runs. They are written atomically, verified before use, and
-stored either as shards or in a single file.
+"""Write and read the checkpoints of runs. Checkpoints are written atomically and verified before
+use. Their tensors are stored either in a file of shards per process or in a single file.
 """

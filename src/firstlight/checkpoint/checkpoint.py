@@ -72,17 +72,18 @@ _PLAIN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """Content of a checkpoint, either to be written or after reading it.
+    """Contents of a checkpoint that will be written or has been read.
 
     Attributes:
-        files: text files with the config and the tokenizer, keyed by name.
+        files: contents of the text files that store the config and the tokenizer, keyed by file
+            name.
         model: tensors in model.safetensors, or in adapter_model.safetensors if `files` includes
             adapter_config.json, keyed by name.
         optimizer: tensors in optimizer.safetensors, keyed by name.
         trainer_state: JSON object in trainer_state.json. If the validation loss was measured at
             exactly this step, it is stored as `val_loss`.
-        is_copy: True if the tensors are a copy that can't change; False if an active run may update
-            them in place.
+        is_copy: True if the tensors are a copy that is never modified; False if a run that is still
+            training may update them in place.
         sharded_folder: folder from which a sharded checkpoint was read; None for other checkpoints.
             If set, `model` and `optimizer` are empty, and the shards are later read directly into
             the tensors of the run.
@@ -113,8 +114,8 @@ def save_checkpoint(
             one belong to a dead branch (see manifest.py). None if the run continued from the
             checkpoint that was saved last.
         held: the locked run folder. Its run id is written to the manifest, and the folder is
-            checked immediately before the checkpoint is renamed to its final name. With None, no
-            run id is written and the folder is not checked.
+            checked immediately before the checkpoint is renamed to its final name. If None, no run
+            id is written and the folder is not checked.
 
     Raises:
         CheckpointError: a weight, a moment or a number in the state is not finite, or the run
@@ -142,8 +143,8 @@ def save_checkpoint(
 
 
 def checkpoint_texts(step: int, checkpoint: Checkpoint) -> dict[str, str]:
-    """Return the text files of a checkpoint, keyed by name: those of the model folder, and
-    trainer_state.json.
+    """Return the contents of a checkpoint's text files, keyed by file name. They are the text files
+    of the model folder and trainer_state.json.
 
     Raises:
         CheckpointError: a number in the state is not finite.
@@ -264,8 +265,9 @@ def copy_checkpoint(folder: Path, run_folder: Path, run_id: str | None) -> None:
 
 
 def _weights_name(names: Container[str]) -> str:
-    """Return the name of the weights file of a checkpoint: that of an adapter if `names` contains
-    an adapter config, otherwise that of a full model.
+    """Return the name of the file that contains a checkpoint's weights. It is the name of an
+    adapter file if `names` includes an adapter config, and the name of a full model's file
+    otherwise.
     """
     return ADAPTER_WEIGHTS_NAME if ADAPTER_CONFIG_NAME in names else WEIGHTS_NAME
 
@@ -320,8 +322,8 @@ def load_trainer_state(folder: Path) -> dict[str, Any]:
 
 
 def saved_vocab_multiple(folder: Path, state: Mapping[str, Any]) -> int:
-    """Return the multiple to which the vocabulary of a checkpoint's model is padded, or 1 if it is
-    not padded.
+    """Return the number N for a checkpoint whose vocabulary size is padded to a multiple of N.
+    Return 1 if the vocabulary is not padded.
 
     Args:
         folder: the checkpoint's folder, for the error message.
@@ -345,7 +347,7 @@ def _require_objects(path: Path, state: Mapping[str, Any]) -> None:
     names = ("data", "guard", "loader", "random", "recipe", "schedule")
     parts = {name: state.get(name, {}) for name in names}
     if isinstance(recipe := parts["recipe"], dict):
-        # A recipe may contain null for these sections.
+        # In a recipe, these sections can be null.
         optional: dict[str, Any] = {
             name: {} for name in ("model", "lora", "preference") if recipe.get(name) is None
         }

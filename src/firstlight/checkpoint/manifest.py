@@ -45,7 +45,7 @@ RUN_NAME = "run.json"
 FORMAT = "firstlight-checkpoint"
 VERSION = 2
 
-#: The end of any JSON object that is formatted by `json_text`.
+#: End of the text of every JSON object that `json_text` formats.
 _END = "\n}\n"
 
 _STEP_FOLDER = re.compile(r"step-(\d{8,})(-replaced-[0-9a-f]{8})?", re.ASCII)
@@ -80,9 +80,10 @@ class Saved:
     run_id: str | None = None
 
     def leaves_behind(self, other: Saved) -> bool:
-        """Return True if this checkpoint shows that `other` is part of a dead branch: `other` was
-        saved earlier than this checkpoint, but the run had continued from a checkpoint before
-        `other`.
+        """Return True if this checkpoint shows that `other` is part of a dead branch. This is the
+        case if `other` was saved before this checkpoint and one of two conditions is met. Either
+        `other` was saved after the checkpoint from which the run continued to this one, or the step
+        of `other` is not lower than the step of this checkpoint.
         """
         return other.sequence < self.sequence and (
             other.sequence > self.parent or other.step >= self.step
@@ -103,12 +104,11 @@ def step_of(folder: Path) -> int | None:
 
 
 def require_kept(checkpoint: Path) -> None:
-    """Raise an error if a path refers to a checkpoint that has been deleted by its run. All other
-    paths are accepted.
+    """Raise an error if a path refers to a checkpoint that its run has deleted. Every other path is
+    accepted.
 
     Raises:
-        CheckpointError: the path looks like that of a checkpoint in a run folder, but does not
-            exist.
+        CheckpointError: the path has the form of a checkpoint in a run folder, but does not exist.
     """
     folder = checkpoint.parent
     is_of_run = step_of(checkpoint) is not None and folder.name == CHECKPOINTS and folder.is_dir()
@@ -121,8 +121,8 @@ def require_kept(checkpoint: Path) -> None:
 
 @contextlib.contextmanager
 def reading_checkpoint(checkpoint: Path) -> Iterator[None]:
-    """If the checkpoint is deleted by its run during the `with` block, replace the resulting error
-    with one that explains this.
+    """If the run deletes the checkpoint during the `with` block, replace the resulting error with
+    an error that explains what happened.
 
     Raises:
         CheckpointError: the checkpoint was deleted. This error replaces the original one.
@@ -223,18 +223,18 @@ def _run_id(run_folder: Path, found: Sequence[Saved]) -> str | None:
 
 
 def sequence_at(saved: Sequence[Saved], step: int | None) -> int:
-    """Return the `sequence` of the checkpoint that was saved last, among those up to a given step,
-    or 0 if there is none.
+    """Return the `sequence` of the last saved checkpoint at or before a given step, or 0 if there
+    is none.
 
     Args:
         saved: the checkpoints of a run.
-        step: the step; None for all checkpoints.
+        step: last step that is considered; None to consider all checkpoints.
     """
     return max((one.sequence for one in saved if step is None or one.step <= step), default=0)
 
 
 def sealed(content: Mapping[str, Any]) -> str:
-    """Serialise a manifest as JSON. Its last entry is the SHA-256 of the rest of the JSON."""
+    """Serialise a manifest as JSON, and add the SHA-256 of this JSON as its last entry."""
     return _seal(json_text(content))
 
 
@@ -244,7 +244,7 @@ def _seal(text: str) -> str:
 
 
 def _is_sealed(text: str) -> bool:
-    """Return True if the SHA-256 in a manifest's text matches the rest of the text."""
+    """Return True if the SHA-256 entry of a manifest matches the rest of the manifest's text."""
     return text == _seal(text[: -len(_seal(_END))] + _END)
 
 
@@ -345,7 +345,7 @@ def write_manifest(
     after: int | None = None,
     run_id: str | None = None,
 ) -> None:
-    """Write the manifest of a checkpoint, whose presence marks the checkpoint as complete.
+    """Write the manifest of a checkpoint. A checkpoint is complete if it has a manifest.
 
     Args:
         folder: the temporary folder of `new_checkpoint`.
@@ -382,7 +382,7 @@ def file_marks(files: Iterable[HashedFile]) -> dict[str, dict[str, Any]]:
 
 
 def write_texts(folder: Path, texts: Mapping[str, str]) -> list[HashedFile]:
-    """Write text files to a folder. Return the written files, for `file_marks`.
+    """Write text files to a folder. Return the written files, which can be passed to `file_marks`.
 
     Raises:
         OSError: a file system error.
@@ -397,8 +397,8 @@ def _write_text(path: Path, content: str) -> HashedFile:
 
 
 def own_past(found: Sequence[Saved]) -> list[Saved]:
-    """Return the checkpoints with an undamaged manifest that do not belong to a dead branch, in the
-    given order.
+    """Return the checkpoints that have an undamaged manifest and do not belong to a dead branch.
+    Their order is unchanged.
 
     A checkpoint also belongs to a dead branch if a checkpoint that was saved later has the same or
     an earlier step.
@@ -426,8 +426,8 @@ def best_saved(run_folder: Path) -> list[Saved]:
 
 def _line(found: Sequence[Saved]) -> list[Saved]:
     """Return the newest checkpoint and all of its ancestors, found by following `parent`, newest
-    first. The result includes checkpoints that were replaced at the same step. All other undamaged
-    checkpoints belong to a dead branch.
+    first. The result includes checkpoints that were replaced at the same step. All undamaged
+    checkpoints that are not in the result belong to a dead branch.
     """
     line: list[Saved] = []
     for one in sorted(found, key=lambda one: one.sequence, reverse=True):

@@ -1,5 +1,5 @@
-"""Decide which checkpoints of a run to keep, and delete the others after a new checkpoint has been
-saved.
+"""Decide which checkpoints of a run to keep. Checkpoints that are not kept are deleted after a new
+checkpoint has been saved.
 """
 
 from __future__ import annotations
@@ -29,30 +29,33 @@ class CheckpointConfig(Section):
     """The `checkpoint` section. A checkpoint is always written at the end of a run."""
 
     every_steps: int = Field(200, ge=0)
-    """number of steps between checkpoints; 0 writes a checkpoint only at the end. If it is above 0,
-    a run with `schedule.max_minutes` also saves a checkpoint when a sixth of its time or ten
-    minutes have passed since the last one, or less often if saving would otherwise take more than
-    5% of the time.
+    """number of steps between checkpoints; 0 writes a checkpoint only at the end. If the number is
+    above 0, a run with `schedule.max_minutes` also saves a checkpoint when a sixth of its time or
+    ten minutes have passed since the last checkpoint. It saves less often if saving would otherwise
+    take more than 5% of the time.
     """
     keep_last: int = Field(2, ge=1)
-    """number of newest checkpoints to keep."""
+    """number of checkpoints to keep, starting with the newest one."""
     keep_every: int = Field(0, ge=0)
-    """checkpoints whose step is a multiple of this number are never deleted; 0 disables this."""
+    """number of steps. Checkpoints whose step is a multiple of this number are never deleted. 0
+    disables this rule.
+    """
     keep_best: int = Field(1, ge=0)
     """number of checkpoints with the lowest val/loss to keep in addition to the newest ones. A
     checkpoint is saved at each new lowest val/loss, unless every_steps is 0. This key has no effect
     without validation.
     """
     average_last: int = Field(0, ge=0)
-    """number of checkpoints whose weights are averaged at the end of the run: the last checkpoint,
-    and the latest earlier ones whose step is a multiple of every_steps. The average is written to
-    the model folder averaged/ in the run folder, and its validation loss is shown next to the
-    validation loss of the last weights. 0 disables averaging. Weights averaged over the last tenth
-    of a run are often better than the last weights if the learning rate is still high at the end.
+    """number of checkpoints whose weights are averaged at the end of the run. They are the last
+    checkpoint and the latest earlier checkpoints whose step is a multiple of every_steps. The
+    average is written to the model folder averaged/ in the run folder, and its validation loss is
+    shown next to the validation loss of the last weights. 0 disables averaging. Weights averaged
+    over the last tenth of a run are often better than the last weights if the learning rate is
+    still high at the end.
     """
     asynchronous: bool | None = None
-    """true copies the state and writes the copy to the disk while training continues. With null,
-    this is decided at the first save: true if there is enough free memory for the copy.
+    """true copies the state and writes the copy to the disk while training continues. null is
+    decided at the first save, and means true if there is enough free memory for the copy.
     """
     sharded: bool = False
     """true makes each process write its own shards with distributed.engine fsdp, so that no process
@@ -81,8 +84,8 @@ def averaged_checkpoints(past: Sequence[Saved], config: CheckpointConfig) -> Seq
     """Return the checkpoints to average at the end of a run: the newest checkpoint in `past`, and
     the latest earlier ones whose step is a multiple of `every_steps`.
 
-    A run that is stopped saves an additional checkpoint at a different step. It is not averaged, so
-    that stopping and resuming a run does not change the result.
+    A run that is stopped saves an additional checkpoint at a different step. This additional
+    checkpoint is not averaged, so that stopping and resuming a run does not change the average.
 
     Args:
         past: result of `own_past`, oldest first.

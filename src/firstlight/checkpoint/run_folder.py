@@ -34,8 +34,9 @@ class HeldFolder:
 
     Args:
         path: the folder.
-        opened: file descriptor of the folder. It remains open while the folder is locked, so that
-            the inode number of the folder can't be reused for a new folder at the same path.
+        opened: file descriptor of the folder. The descriptor remains open while the folder is
+            locked, so that the inode number of the folder can't be reused for a new folder at the
+            same path.
 
     Attributes:
         run_id: id of the run, which is also stored in the manifests of its checkpoints; None before
@@ -62,12 +63,12 @@ class HeldFolder:
         self._claim = text.encode()
 
     def require(self) -> None:
-        """Raise an error if the folder no longer belongs to this process.
+        """Check that the folder still belongs to this process, and raise an error if it does not.
 
         Raises:
             CheckpointError: the folder was moved, removed or replaced, or another process has
-                started a run in it. Another process can only do this if the lock file was deleted,
-                or if locks do not work on the file system.
+                started a run in it. Another process can only start a run in the folder if the lock
+                file was deleted, or if locks do not work on the file system.
             StorageError: a file system error during the check.
         """
         found: bytes | None = None
@@ -163,12 +164,13 @@ def _locked(folder: Path, lock_name: str) -> FileIO:
         CheckpointError: another process holds the lock.
         StorageError: the folder can't be created.
     """
-    # Retry, because another process may end and delete the lock file and the folder between any two
-    # of these statements. If the folder can't be created at all, every attempt fails.
+    # Try several times, because another process that ends may delete the lock file and the folder
+    # between any two of these statements. If the folder can't be created at all, every attempt
+    # fails.
     for left in range(_TRIES, 0, -1):
         try:
-            # This call also syncs the entry of the folder in its parent. Otherwise, a crash could
-            # lose all files.
+            # `make_folder` also syncs the folder's entry in its parent folder to the disk. Without
+            # this, a crash could lose all files.
             make_folder(folder)
         except StorageError as error:
             if left == 1 or not isinstance(error.__cause__, FileNotFoundError):

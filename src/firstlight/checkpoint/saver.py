@@ -53,14 +53,14 @@ from firstlight.parallel.engine import Engine
 from firstlight.weights.loading import weights_to_save
 from firstlight.weights.stored import WEIGHTS_NAME
 
-#: Maximum fraction of the free memory of a machine that the copies of all its processes can use.
-#: The free memory is measured at the first save.
+#: Maximum fraction of a machine's free memory that the copies of tensors can use, counting all
+#: processes on the machine. The free memory is measured at the first save.
 _COPY_SHARE = 0.5
 
 
 class Saver:
-    """Interface for saving checkpoints. This base class is used by all processes except the main
-    process: it participates in gathering the state, but does not write anything.
+    """Interface for saving checkpoints. All processes except the main process use this base class,
+    which participates in gathering the state but does not write anything.
 
     Attributes:
         saved_step: step of the newest complete checkpoint of the run, or -1 if there is none. A run
@@ -137,7 +137,9 @@ class BackgroundSaver(Saver):
 
     @property
     def _parent(self) -> int | None:
-        """Step of the checkpoint before the next one, or None if there is none."""
+        """Step of the checkpoint that precedes the next one in the history of the run, or None if
+        there is none.
+        """
         return self.saved_step if self.saved_step >= 0 else None
 
     @property
@@ -162,8 +164,8 @@ class BackgroundSaver(Saver):
             raise
 
     def _have_room(self, tensors: Iterable[Tensor], processes: int = 1) -> bool:
-        """Return True if this machine has enough free memory for tensors of this size to be copied
-        by each of `processes` processes.
+        """Return True if this machine has enough free memory for each of `processes` processes to
+        copy tensors of this size.
         """
         free = free_memory_bytes(torch.device("cpu")) / processes
         return sum(tensor.nbytes for tensor in tensors) <= _COPY_SHARE * free
@@ -180,10 +182,11 @@ class BackgroundSaver(Saver):
 
 class CheckpointSaver(BackgroundSaver):
     """Saver for the main process. It writes and verifies the checkpoints of a run, and deletes
-    those that are no longer needed.
+    checkpoints that are no longer needed.
 
-    With asynchronous saving, `save` only copies the tensors. A thread does everything else while
-    training continues, and the process does not exit before the thread has finished.
+    With asynchronous saving, `save` only copies the tensors. A thread writes and verifies the
+    checkpoint while training continues, and the process does not exit before the thread has
+    finished.
 
     Args:
         run_folder, config, held: see `BackgroundSaver`.
@@ -219,8 +222,8 @@ class CheckpointSaver(BackgroundSaver):
         try:
             self._writing.result()
         finally:
-            # If a signal interrupted the wait, the checkpoint is not complete yet, and a later call
-            # waits again.
+            # If a signal interrupted the wait, the checkpoint is not complete yet. In this case,
+            # keep it as pending, so that a later call waits again.
             if self._writing.done():
                 self._writing = None
 
@@ -239,7 +242,9 @@ class CheckpointSaver(BackgroundSaver):
         return self._asynchronous
 
     def _snapshot(self, checkpoint: Checkpoint) -> Checkpoint:
-        """Return a copy of a checkpoint that later training steps do not change."""
+        """Copy the tensors of a checkpoint, so that later training steps do not change them. Return
+        the copy.
+        """
         model, optimizer = checkpoint.model, checkpoint.optimizer
         if not checkpoint.is_copy:
             copies = self._copies.take(dict(_tensors(checkpoint)))
@@ -307,7 +312,8 @@ class Snapshot:
 
 # Sharded checkpoints
 
-#: Shards of this process, keyed by `WEIGHTS` or `MOMENTS` and then by tensor name.
+#: Shards of this process. The outer key is `WEIGHTS` or `MOMENTS`, and the inner key is the name of
+#: the tensor.
 _Shards = dict[str, dict[str, TensorShard]]
 
 
@@ -316,12 +322,13 @@ class _DiscardedError(Exception):
 
 
 class ShardedSaver(BackgroundSaver):
-    """Saver for sharded checkpoints, to which each process writes its own shards. All processes
-    must call each method at the same points of the run.
+    """Saver for sharded checkpoints. Each process writes its own shards to the checkpoint. All
+    processes must call each method at the same points of the run.
 
-    Each process writes and verifies its own files without communicating with the others, in a
-    thread if saving is asynchronous. Between two later steps, the processes then exchange the sizes
-    and hashes of their files, and the main process writes the manifest and renames the folder.
+    Each process writes and verifies its own files without communicating with other processes. If
+    saving is asynchronous, it does this in a thread. Once all files are written, the processes
+    exchange the sizes and hashes of their files between two steps. The main process then writes the
+    manifest and renames the folder.
 
     Args:
         run_folder: the run's folder, on a file system shared by all processes.
@@ -352,8 +359,8 @@ class ShardedSaver(BackgroundSaver):
 
         Args:
             step: number of completed optimizer steps.
-            capture: function that returns this process's part of the state: sharded tensors
-                (DTensors), and tensors that are not sharded.
+            capture: function that returns this process's part of the state. It consists of sharded
+                tensors (DTensors) and tensors that are not sharded.
 
         Raises:
             CheckpointError, StorageError: a process could not write its part of this or the
@@ -406,8 +413,8 @@ class ShardedSaver(BackgroundSaver):
         self._wait_for_deleting()
 
     def close(self) -> None:
-        """Stop threads and free memory. An incomplete checkpoint is abandoned, because it can't be
-        finished without the other processes, which may have ended.
+        """Stop the saver's threads and free its memory. An incomplete checkpoint is abandoned,
+        because finishing it requires all processes, and some of them may have ended.
         """
         try:
             if self._writing is not None:
@@ -434,7 +441,9 @@ class ShardedSaver(BackgroundSaver):
         return self._asynchronous
 
     def _snapshot(self, shards: _Shards) -> _Shards:
-        """Return copies of shards that later training steps do not change."""
+        """Copy the tensors of shards, so that later training steps do not change them. Return the
+        copies.
+        """
         copies = self._copies.take(
             {f"{kind} {n}": p.tensor for kind, part in shards.items() for n, p in part.items()}
         )
@@ -532,8 +541,8 @@ def _write_whole(folder: Path, state: Mapping[str, Any]) -> dict[str, dict[str, 
 
 
 def _require_on_disk(files: list[HashedFile]) -> None:
-    """Read files back from the disk, and compare their SHA-256 with that of the data that was
-    written.
+    """Read files back from the disk, and compare their SHA-256 hashes with the hashes of the data
+    that was written.
 
     Raises:
         CheckpointError: a file on the disk has different content.

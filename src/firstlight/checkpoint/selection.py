@@ -47,11 +47,11 @@ def list_checkpoints(run_folder: Path) -> list[Path]:
 def newest_checkpoint(run_folder: Path) -> tuple[Path | None, list[str]]:
     """Return the newest checkpoint of a run that passes `verify_checkpoint`.
 
-    A checkpoint of a dead branch (see manifest.py) is used only if all others are damaged.
+    A checkpoint of a dead branch (see manifest.py) is used only if all checkpoints that do not
+    belong to a dead branch are damaged.
 
-    Returns:
-        (folder of the checkpoint, or None if the run has no checkpoints; messages about newer
-        checkpoints that are damaged and about checkpoints of other runs).
+    Returns: The folder of the checkpoint, or None if the run has no checkpoints, and a list of
+    messages. The messages report damaged newer checkpoints and checkpoints of other runs.
 
     Raises:
         CheckpointError: the run has checkpoints, but none of them is usable.
@@ -75,8 +75,8 @@ def newest_checkpoint(run_folder: Path) -> tuple[Path | None, list[str]]:
 
 
 def _first_sound(candidates: Callable[[], Iterable[Saved]]) -> tuple[Path | None, list[str]]:
-    """Return (folder of the first candidate that passes `verify_checkpoint`, or None; error
-    messages for the candidates before it).
+    """Return the folder of the first candidate that passes `verify_checkpoint`, or None, and the
+    error messages for all candidates before it.
 
     If a candidate is deleted during the search, the run must have saved a newer checkpoint, so the
     search is repeated with an updated list of candidates.
@@ -201,8 +201,8 @@ def resolve_tokenizer(name: str | Path) -> Path:
     if path.is_file() or has_tokenizer(path):
         return path
     if not path.is_dir() and str(name).partition("@")[0].count("/") != 1:
-        # The name is neither a path nor a hub id, so the caller will raise an error when it reads
-        # the path.
+        # The name is neither an existing path nor a hub id. The caller will raise an error when it
+        # tries to read the path.
         return path
     if path.is_dir() and not (path / CHECKPOINTS).is_dir() and not is_adapter(path):
         require_not_trainer(path)
@@ -230,10 +230,10 @@ def checkpoint_before(
     """Return the folder of the checkpoint to which a run should roll back, or None if there is
     none. In general, this is the newest checkpoint before `step` that passes `verify_checkpoint`.
 
-    However, checkpoints whose last step was not skipped are preferred, and so are checkpoints at
-    regular steps (multiples of `every_steps`). A run that was stopped and resumed has an additional
-    checkpoint. Because of the preference for regular steps, such a run rolls back to the same step
-    as an uninterrupted run.
+    However, checkpoints whose last step was not skipped are preferred. Among them, checkpoints at
+    regular steps, which are multiples of `every_steps`, are preferred. A run that was stopped and
+    resumed has an additional checkpoint at the step at which it was stopped. Because of the
+    preference for regular steps, such a run rolls back to the same step as an uninterrupted run.
 
     Args:
         run_folder: the run's folder.
@@ -260,8 +260,8 @@ def checkpoint_before(
 
 
 def _merits(state: Mapping[str, Any], step: int, every_steps: int) -> tuple[bool, bool]:
-    """Return the sort key of a checkpoint: (True if its last step was not skipped, True if it was
-    saved at a regular step).
+    """Return the sort key of a checkpoint as two booleans. The first one is True if the last step
+    was not skipped. The second one is True if the checkpoint was saved at a regular step.
     """
     is_calm = not state.get("skipped")
     was_due = every_steps > 0 and step % every_steps == 0 and state.get("pending") is None

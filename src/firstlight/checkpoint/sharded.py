@@ -38,7 +38,8 @@ from firstlight.optim.optimizer import Optimizer
 from firstlight.weights.huggingface import read_config, unloaded_model
 from firstlight.weights.stored import read_header
 
-#: The two kinds of tensors. The values are the prefixes of their file names.
+#: The two kinds of tensors in a checkpoint. The values are the prefixes of the names of their
+#: files.
 WEIGHTS, MOMENTS = "model", "optimizer"
 
 _FILE_NAME = re.compile(r"(model|optimizer)\.shard-(\d{5,})-of-(\d{5,})\.safetensors", re.ASCII)
@@ -65,7 +66,7 @@ class TensorShard:
     """A rectangular part of a tensor that is stored by one process.
 
     Attributes:
-        tensor: elements of the shard, with as many dimensions as the full tensor.
+        tensor: elements of the shard, as a tensor with as many dimensions as the full tensor.
         offsets: first index of the shard in each dimension of the full tensor.
     """
 
@@ -118,9 +119,9 @@ def own_shards(tensors: Mapping[str, Tensor]) -> dict[str, TensorShard]:
     which of them writes it. Only one process must pass tensors that are not sharded.
 
     Returns:
-        Shards whose tensors share memory with `tensors` and are on the same device.
+        The shards. Their tensors share memory with `tensors` and are on the same device.
     """
-    # Import this here, because it takes almost a second.
+    # Imported here, because the import takes almost a second.
     from torch.distributed.checkpoint.default_planner import create_default_local_save_plan
 
     cut = {name: t for name, t in tensors.items() if is_sharded(t) and _is_owner(name, t)}
@@ -242,7 +243,8 @@ def read_shards(folder: Path, kind: str, targets: Mapping[str, Tensor]) -> None:
     reader.fs = Shards()
     try:
         with warnings.catch_warnings():
-            # torch warns that each process reads on its own (no_dist), which is intended here.
+            # Hide torch's warning that each process reads without communication (no_dist), which is
+            # intended here.
             warnings.simplefilter("ignore", UserWarning)
             load(
                 {name: target.detach() for name, target in targets.items()},
@@ -332,9 +334,9 @@ def restore_shards(
         model: the model, which is modified in place. Its parameters can be sharded in any way.
         optimizer: the optimizer of the model, which is modified in place.
         vocab_multiple: the vocabulary of the model is padded to a multiple of this number.
-        other_prefix: prefix of the names of those tensors in the optimizer files that are not
-            moments.
-        has_moments: True to raise an error if the checkpoint has no moments.
+        other_prefix: prefix that distinguishes the names of tensors in the optimizer files that are
+            not moments.
+        has_moments: True to raise an error if the checkpoint does not contain moments.
 
     Returns:
         The tensors that are not moments (random states), keyed by name, on the CPU.
@@ -364,13 +366,13 @@ def _files(folder: Path, kind: str) -> list[Path]:
     return [folder / name for name in shard_names(names) if name.startswith(f"{kind}.")]
 
 
-#: Box of a shard: (start indices, exclusive end indices), each with one number per dimension of the
-#: full tensor.
+#: Box of a shard, as a pair of its start indices and its exclusive end indices in the full tensor.
+#: Each of the two has one number per dimension.
 _Box = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 def _shards_of(path: Path) -> list[tuple[str, _Box, torch.dtype]]:
-    """Return (tensor name, box, dtype) for each shard in a file."""
+    """Return the tensor name, box and dtype of each shard in a file."""
     try:
         header = read_header(path)
         with safetensors.safe_open(path, framework="pt") as file:
@@ -393,8 +395,8 @@ def _shards_of(path: Path) -> list[tuple[str, _Box, torch.dtype]]:
 
 
 def _union(boxes: list[_Box]) -> tuple[int, ...] | None:
-    """Return the shape of the tensor that the boxes fill without gaps or overlaps, or None if there
-    is no such tensor.
+    """Return the shape of the full tensor if the boxes of its shards fill it without gaps or
+    overlaps. Otherwise, return None.
     """
     if len({len(begins) for begins, _ in boxes}) != 1:
         return None

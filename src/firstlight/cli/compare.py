@@ -67,8 +67,7 @@ def compare_command(
     the standard error. For a difference, it is computed from paired values.
     """
     from firstlight.evaluation.comparison import compare, documents_of
-    from firstlight.report.model_comparison import write_page
-    from firstlight.report.report import require_replaceable
+    from firstlight.report.report import require_replaceable, write_model_comparison
 
     if page is not None:
         require_replaceable(page, option="--page")
@@ -81,7 +80,7 @@ def compare_command(
     _show(found)
     result = dataclasses.asdict(found)
     if page is not None:
-        write_page(found, page)
+        write_model_comparison(found, page)
         show(f"page: {page}")
         result["page"] = str(page)
     return result
@@ -89,8 +88,7 @@ def compare_command(
 
 def _show(found: ModelComparison) -> None:
     show_rows([("before", found.before), ("after", found.after)])
-    compared = [*found.texts, *([found.total] if found.total and len(found.texts) > 1 else [])]
-    for title, values in (("bits per byte", compared), ("score", found.tasks)):
+    for title, values in (("bits per byte", found.texts), ("score", found.tasks)):
         if values:
             show()
             head = [title, "before", "after", "difference", "paired over"]

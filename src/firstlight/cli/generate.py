@@ -359,7 +359,9 @@ def _api_key(file: Path | None) -> bytes | None:
 
 def _say_ready(url: str, service: Service, options: ServerOptions, as_json: bool) -> None:
     scheduler = service.scheduler
-    say(f"serving {options.model_name} at {url}/v1 (Ctrl-C stops the server)")
+    # A browser does not send the API key, so it can't open the page.
+    page = f", chat page: {url}/" if options.api_key is None else ""
+    say(f"serving {options.model_name}; API: {url}/v1{page} (Ctrl-C stops the server)")
     say(
         f"at most {options.max_batch_size} concurrent texts of {scheduler.max_tokens:,} tokens, KV "
         f"cache of {gib(service.cache_bytes)}; up to {options.max_queue} more can wait"

@@ -33,7 +33,7 @@ from firstlight.cli.plan import plan_command
 from firstlight.cli.prepare import prepare_command
 from firstlight.cli.push import card_command, push_command, push_data_command
 from firstlight.cli.tokenizer import tokenizer_group
-from firstlight.cli.train import CONTINUE, train_command
+from firstlight.cli.train import AGAIN, train_command
 from firstlight.cli.tune import tune_command
 from firstlight.cli.watch import dashboard_command, watch_command
 from firstlight.console import visible
@@ -60,7 +60,7 @@ _LESS_MEMORY = {
 
 #: Hint that is printed after Ctrl-C, keyed by subcommand.
 _AFTER_INTERRUPTION = {
-    "train": f": {CONTINUE}, if a checkpoint was saved",
+    "train": f": {AGAIN}",
 }
 
 #: Address space in bytes that is needed to import torch. With less, torch's C++ code aborts the

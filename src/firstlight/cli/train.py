@@ -4,6 +4,7 @@ a recipe, in one or several processes.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import math
@@ -12,7 +13,7 @@ import re
 import shlex
 import sys
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +23,7 @@ import psutil
 from firstlight.cli.options import as_is_option, count_option, grouped, split_arguments, split_paths
 from firstlight.cli.output import end_with, say_findings, show, show_rows, with_json
 from firstlight.console import counted, parse_time, say, time_text
-from firstlight.errors import DIVERGED_EXIT_CODE, STOPPED_EXIT_CODE, ConfigError
+from firstlight.errors import DIVERGED_EXIT_CODE, STOPPED_EXIT_CODE, ConfigError, FirstlightError
 
 if TYPE_CHECKING:
     from firstlight.from_texts.plan import RunPlan
@@ -60,9 +61,7 @@ TEXT_OPTIONS = (
 
 #: Decorator that adds the options that can be used only when training on text files.
 text_options = grouped(
-    click.option(
-        "--budget", metavar="TIME", help="With texts: time for the whole command, such as 30m."
-    ),
+    click.option("--budget", metavar="TIME", help="With texts: time for the command, such as 30m."),
     click.option("--tokens", metavar="N", help="With texts: tokens to train on, such as 10M."),
     click.option("--steps", type=int, metavar="N", help="With texts: optimizer steps to train."),
     click.option(
@@ -73,14 +72,12 @@ text_options = grouped(
     click.option(
         "--plan-only", is_flag=True, help="With texts: show the plan of the run and exit."
     ),
-    click.option(
-        "--explain", is_flag=True, help="With texts: show each chosen setting and its reason."
-    ),
+    click.option("--explain", is_flag=True, help="With texts: show each setting and its reason."),
     click.option("--gpu", metavar="NAME", help="With --plan-only: GPU to plan for."),
     click.option(
         "--text-key",
         metavar="KEY",
-        help="With texts: text field in JSONL, CSV and Parquet.",
+        help="With texts: text field in JSONL, CSV, Parquet.",
     ),
     click.option(
         "--val-input",
@@ -173,14 +170,17 @@ def train_texts_command(
         return plan.record(), None
     if options["gpu"] is not None:
         raise ConfigError("--gpu needs --plan-only: add it, or train on a machine with that GPU")
-    run = train_texts(
-        paths,
-        **asked,
-        resume=options["resume"],
-        explain=options["explain"],
-        ask=_ask if sys.stdin.isatty() and sys.stderr.isatty() else None,
-        began=psutil.Process().create_time(),
-    )
+    count = _StepCount()
+    with count.explaining(lambda: f"to continue, {AGAIN}"):
+        run = train_texts(
+            paths,
+            **asked,
+            resume=options["resume"],
+            on_step=count.add,
+            explain=options["explain"],
+            ask=_ask if sys.stdin.isatty() and sys.stderr.isatty() else None,
+            began=psutil.Process().create_time(),
+        )
     from firstlight.from_texts.result import result_lines
 
     for line in result_lines(run):
@@ -214,8 +214,44 @@ def _ask(plan: RunPlan) -> float:
 
 # The command
 
-#: Advice that is printed when a run has been stopped.
+#: Advice that is printed when a run has been stopped. `AGAIN` is for runs on text files, which
+#: continue automatically, and `CONTINUE` is for runs with a recipe.
+AGAIN = "run the same command again"
 CONTINUE = "to continue, add --resume to the same command"
+
+
+class Interrupted(FirstlightError):  # noqa: N818  (the error type in the output of --json)
+    """A run was ended immediately by Ctrl-C."""
+
+    exit_code = 130
+
+
+class _StepCount:
+    """Counter for the steps that this command has trained. Its method `add` is the `on_step`
+    callback of a run.
+    """
+
+    def __init__(self) -> None:
+        self.steps = 0
+
+    def add(self, _: Mapping[str, Any]) -> None:
+        self.steps += 1
+
+    @contextlib.contextmanager
+    def explaining(self, advice: Callable[[], str]) -> Iterator[None]:
+        """Context manager that converts a KeyboardInterrupt to an `Interrupted` error.
+
+        Args:
+            advice: function that returns the advice for the user if at least one step has been
+                trained. Before the first step, the user can always repeat the command.
+        """
+        try:
+            yield
+        except KeyboardInterrupt:
+            if not self.steps:
+                raise Interrupted(f"interrupted before the first step: {AGAIN}") from None
+            raise Interrupted(f"interrupted: {advice()}") from None
+
 
 _HELP_ALL = "firstlight.help_all"
 #: Default of --new-rows.
@@ -355,7 +391,7 @@ def _show_all_help(ctx: click.Context, _: click.Parameter, is_asked: bool) -> No
     metavar="N",
     help="With --nproc: number of machines.",
 )
-@click.option("--node-rank", type=int, help="With --nnodes: rank of this machine, counted from 0.")
+@click.option("--node-rank", type=int, help="With --nnodes: rank of this machine, from 0.")
 @click.option(
     "--rdzv-endpoint",
     metavar="HOST:PORT",
@@ -375,12 +411,12 @@ def train_command(arguments: tuple[str, ...], as_json: bool, **options: Any) -> 
     chosen based on the amount of text, this machine and --budget. With --init-from MODEL, the model
     is fine-tuned. In this case, INPUT can also be conversations or preference pairs.
 
-    Every recipe key can also be set with an option, for example --optimizer.learning_rate 3e-4.
+    Each recipe key is also an option, such as --optimizer.learning_rate 3e-4.
 
-    SIGTERM, SIGINT (Ctrl-C) and SIGUSR1 stop the run after the current step. The run then saves a
-    checkpoint and exits with code 75. To continue the run, use --resume. A second signal stops the
-    run immediately. To save a checkpoint without stopping the run, create the file `save-now` in
-    the run folder. If a run diverges, the exit code is 76.
+    SIGTERM, Ctrl-C and SIGUSR1 stop the run after the current step. The run saves a checkpoint and
+    exits with code 75. To continue, repeat the command; with a recipe, add --resume. A second
+    signal stops it at once. Create `save-now` in the run folder to save a checkpoint. A diverged
+    run exits with code 76.
     """
     from firstlight.data.sources import missing_input, special_input, special_kind
 
@@ -424,7 +460,7 @@ def _train_on_texts(
     if of_run is not None:
         say_findings(of_run.findings)
         if of_run.stopped_by is not None or of_run.diverged:
-            _end_stopped(of_run, "to continue, run the same command again")
+            _end_stopped(of_run, f"to continue, {AGAIN}")
     return found
 
 
@@ -447,6 +483,7 @@ def _train_recipe(
             # Start the process that estimates the duration of the run early, so that it imports
             # torch at the same time as this process.
             forecaster.start()
+        from firstlight.checkpoint.selection import list_checkpoints
         from firstlight.parallel import find_world
         from firstlight.recipe import load_recipe
         from firstlight.training.loop import train
@@ -465,19 +502,29 @@ def _train_recipe(
         if plan is not None:
             recipe = _planned(recipe, start["resume"], start["init_from"])
         start |= {"branch_from": branch_from, "progress": True, "forecaster": forecaster}
-        result = train(recipe, **start)
+        assert recipe.run.dir is not None  # set by `load_recipe` and `cooldown_recipe`
+        folder = Path(recipe.run.dir).expanduser()
+        # Don't suggest repeating the command of a cooldown, because it could then branch off from a
+        # newer checkpoint.
+        again = (
+            f"continue with firstlight train {shlex.quote(str(folder / 'recipe.yaml'))} --resume"
+        )
+        advice = CONTINUE if cooldown is None else again
+
+        def advice_if_interrupted() -> str:
+            return advice if list_checkpoints(folder) and not start["resume"] else AGAIN
+
+        count = _StepCount()
+        with count.explaining(advice_if_interrupted):
+            result = train(recipe, on_step=count.add, **start)
     if find_world().is_main:
         _show(result)
     if result.stopped_by is not None or result.diverged:
-        saved = shlex.quote(str(result.run_folder / "recipe.yaml"))
-        # Do not suggest repeating the command for a cooldown, because the cooldown could then
-        # branch off from a newer checkpoint.
-        again = f"continue with firstlight train {saved} --resume"
-        _end_stopped(result, CONTINUE if cooldown is None else again)
+        _end_stopped(result, advice)
     return _as_json(result)
 
 
-def _end_stopped(result: TrainResult, advice: str = CONTINUE) -> None:
+def _end_stopped(result: TrainResult, advice: str) -> None:
     """Set the exit code of the command if the run diverged or was stopped. `advice` explains how to
     resume a run that was stopped.
     """
@@ -543,7 +590,7 @@ def _show(result: TrainResult) -> None:
     show_rows(rows)
     if result.stopped_by is None and not result.diverged:
         samples, _ = sound_json_lines(result.run_folder / SAMPLES_NAME)
-        prompt = first_words(samples[0].get("prompt") or "") if samples else ""
+        prompt = first_words(line.get("prompt") or "" for line in samples)
         for line in command_lines(model_commands(result.run_folder, prompt, answers=answers)):
             show(line)
     say_findings(result.findings)

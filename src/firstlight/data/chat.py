@@ -72,7 +72,7 @@ _SHARD_TOKENS = 10_000_000
 _MOST_FIELDS = 1000
 
 
-#: Option for bad records as it is shown in error messages, for training and for `prepare`.
+#: Description of the `on_bad` option in error messages, for training and for `prepare`.
 _ON_BAD = "--data.on_bad {0}, or --on-bad {0} of prepare,"
 
 
@@ -81,18 +81,19 @@ class ChatOptions:
     """Options for converting records to examples.
 
     Attributes:
-        kind: kind of the records: "chat" for conversations, or "preference" for records with a
-            preferred and a rejected answer to one prompt. Each preference record becomes two
+        kind: type of data in the records: "chat" for conversations, or "preference" for records
+            with a preferred and a rejected answer to one prompt. Each preference record becomes two
             examples, the preferred answer first.
-        form: format of the records; "auto" detects the format of each record from its keys.
-        train_on: tokens to use as labels: "assistant" for everything the assistant writes (answers,
-            tool calls, reasoning) and the end-of-turn tokens; "last" for the assistant's last
-            message only; "answers" for the same tokens as "assistant" except the reasoning; "all"
-            for every token except the first one of each example.
-        on_bad: handling of bad records, which are not conversations or contain text that the chat
-            template omits. "refuse" raises an error, and "skip" drops the record. "keep" trains on
-            the part that the template renders, and raises an error only if the record is not a
-            conversation.
+        form: format of the records, such as "sharegpt". "auto" detects the format of each record
+            from its keys.
+        train_on: tokens to use as labels. "assistant" selects everything that the assistant writes
+            (answers, tool calls and reasoning) and the end-of-turn tokens. "last" selects only the
+            assistant's last message. "answers" selects the same tokens as "assistant" except the
+            reasoning. "all" selects every token except the first token of each example.
+        on_bad: how to handle bad records. A record is bad if it is not a conversation or if it
+            contains text that the chat template omits. "refuse" raises an error, and "skip" drops
+            the record. "keep" trains on the part of the record that the template renders. It raises
+            an error only if the record is not a conversation.
         val_fraction: fraction of the examples to hold out for validation. An example is held out
             whenever the validation split contains less than this fraction of the examples written
             so far. All examples with the same question (see `Conversation.question`) are assigned
@@ -120,14 +121,14 @@ def prepare_chat(
     """Write conversations as token shards to the `out` folder and return the manifest.
 
     Args:
-        inputs: files of records, folders, globs, or datasets as "hf:NAME[:CONFIG[:SPLIT]]". In a
-            folder, a file that is named after a split is assigned to that split; see
-            `find_splits`.
+        inputs: files that contain records, folders, globs, or datasets as
+            "hf:NAME[:CONFIG[:SPLIT]]". If the name of a file in a folder contains the name of a
+            split, the file is assigned to that split (see `find_splits`).
         tokenizer: a tokenizer, or a folder or file that contains one.
         out: the folder to write.
-        val_inputs: inputs for validation. If they are specified, no part of `inputs` is held out,
-            and a conversation in `inputs` is excluded if the validation data contains the same
-            question.
+        val_inputs: inputs for validation. If they are specified, no part of `inputs` is held out. A
+            conversation in `inputs` is excluded if the validation data contains a conversation with
+            the same question.
         template: chat template: "chatml", "hermes", "llama2", "llama3", "alpaca" or a .jinja file;
             None uses the tokenizer's template.
         options: see `ChatOptions`.
@@ -174,7 +175,7 @@ def prepare_chat(
 
 
 class _ChatPreparation:
-    """State of one run of `prepare_chat`."""
+    """The state of one call of `prepare_chat`."""
 
     def __init__(
         self, tokenizer: Tokenizer, options: ChatOptions, folder: Path, *, own_val: bool
@@ -193,10 +194,11 @@ class _ChatPreparation:
         self._warning = self._encoder.prompt_warning()
 
     def run(self, sources: Splits) -> Iterator[int]:
-        """Write all records. After each record, yield the number of examples written so far.
+        """Write the examples from all records. After each record, yield the number of examples
+        written so far.
 
         Args:
-            sources: sources grouped by split.
+            sources: files and datasets that contain the records, grouped by split.
 
         Raises:
             DataError, InputError: see `prepare_chat`.
@@ -240,7 +242,9 @@ class _ChatPreparation:
     def _encoded(
         self, records: Iterable[Record]
     ) -> Iterator[tuple[Record, list[Conversation], list[LabelledChat]]]:
-        """Yield each accepted record with its conversations and the examples made from them."""
+        """Yield each accepted record, together with its conversations and the training examples
+        made from them.
+        """
         for record in records:
             try:
                 conversations = self._conversations(record)
@@ -305,11 +309,12 @@ class _ChatPreparation:
         self._with_control_tokens += any(map(control_tokens, texts))
 
     def _count_lost(self, record: Record, examples: Sequence[LabelledChat]) -> None:
-        """Count a record if the chat template omits part of its text.
+        """Check whether the chat template omits part of a record's text, and count the record if it
+        does.
 
         Raises:
-            BadRecordError: the template omits part of the text, and `on_bad` is not "keep" or no
-                labels are left.
+            BadRecordError: the template omits part of the text, and either `on_bad` is not "keep"
+                or the examples of the record have no labels.
         """
         lost = dict(one for example in examples for one in example.lost)
         if lost and self._options.on_bad != "keep":
@@ -332,12 +337,12 @@ class _ChatPreparation:
             raise BadRecordError("template", str(error)) from error
 
     def _split_of(self, question: str, given: str) -> str:
-        """Return the split of a record's examples. All records with the same question have the same
-        split.
+        """Return the split to which a record's examples are assigned. All records with the same
+        question are assigned to the same split.
 
         Args:
             question: see `Conversation.question`.
-            given: split ("train" or "val") of the input that contains the record.
+            given: split of the input that contains the record, "train" or "val".
         """
         if not self._own_val and not self._fraction:
             return "train"
@@ -351,7 +356,7 @@ class _ChatPreparation:
         loss_mask = np.array(chat.loss_mask)
         loss_mask[0] = False  # The first token can't be predicted because no token precedes it.
         # Count at least one byte of text, because bits per byte are computed by dividing by this
-        # number and an example whose only label is an end token contains no text.
+        # number. An example whose only label is an end token does not contain any text.
         ids, text_bytes = np.array(chat.ids, dtype=self._writer.dtype), max(chat.text_bytes, 1)
         self._writer.write(split, ids, loss_mask, text_bytes=text_bytes)
         self._torn += chat.torn
@@ -385,7 +390,7 @@ class _ChatPreparation:
             raise InputError("the validation inputs contain no conversations: choose other inputs")
 
     def manifest(self, unread: Sequence[Path]) -> dict[str, Any]:
-        """Finish the folder and return its manifest.
+        """Write the remaining files of the prepared folder, and return the manifest.
 
         Args:
             unread: files in the inputs that were not read.
@@ -428,16 +433,16 @@ def cached_chat(
     verify: bool = True,
     progress: bool = False,
 ) -> Path:
-    """Return the cache folder with the prepared conversations, preparing them first if necessary.
-    If several processes call this function at the same time, one of them prepares the
-    conversations and the others wait.
+    """Return the cache folder that contains the prepared conversations. If the folder does not
+    exist, prepare the conversations first. If several processes call this function at the same
+    time, one of them prepares the conversations and the others wait.
 
     Args:
         files: the `inputs` of `prepare_chat`.
         val_files: the `val_inputs` of `prepare_chat`.
         tokenizer, template, options: see `prepare_chat`.
         tell: function that is called with each message to the user.
-        where: the folder of the tokenizer, for error messages.
+        where: the folder that contains the tokenizer; it is shown in error messages.
         verify: True to verify a cached folder against the SHA-256 in its manifest.
         progress: True to show a progress bar on stderr.
 
@@ -458,7 +463,8 @@ def cached_chat(
             if not _is_whole(folder, verify):
                 what = "preference pairs" if options.kind == "preference" else "conversations"
                 tell(f"preparing the {what} of {', '.join(map(str, files))}")
-                # If the folder exists, it did not pass the check, so it is incomplete or damaged.
+                # If the folder exists here, it has failed the check, so it is incomplete or
+                # damaged.
                 if folder.exists():
                     remove_folder(folder)
                 prepare_chat(

@@ -24,8 +24,8 @@ _SEPARATOR = re.compile(
 #: documents or is only mentioned in the text. The longest separator has at most half as many bytes.
 _CONTEXT = 64
 #: End of a document directly before a separator: a letter, a digit, punctuation or a closing quote.
-#: A quote after a space, a bracket, an operator or the prefix of a string literal is an opening
-#: quote (common in source code) and does not match.
+#: The pattern does not match an opening quote, which is common in source code: a quote after a
+#: space, a bracket, an operator or the prefix of a string literal.
 _TEXT_BEFORE = re.compile(
     rb"(?:[\w\x80-\xff.!?;)\]*_~]|(?<![\s(\[{=,:;+])(?<!\b[bfru])[\"'])\Z", re.IGNORECASE
 )
@@ -69,33 +69,35 @@ _CREDITS = re.compile(
 
 #: Substrings for a fast check: any text that matches `_MARKS` contains at least one of them.
 _OF_GUTENBERG = ("utenberg", "UTENBERG", "SMALL", "Small", "small P", "small p")
-#: Parts of a subtitle file that are removed: the header of a .vtt file, and the lines before each
-#: subtitle (blank lines, the subtitle's number or name in SubRip or WebVTT, and its start and end
-#: times).
+#: Parts of a subtitle file that are removed: the header of a .vtt file, and the lines before the
+#: text of each subtitle. Those lines are blank or contain the subtitle's number or name (in SubRip
+#: or WebVTT) or its start and end times.
 _TIMES = re.compile(
     r"\AWEBVTT(?:[^\n]|\n(?!\n))*"
     r"|(?:\A|(?<!\n)\n)\n*(?:[^\n]+\n)?(?:\d+:)?\d\d:\d\d[.,]\d{3}[ \t]+-->[^\n]*(?:\n|\Z)"
 )
-#: Keys under which changes made by `cleaned` are counted. A separator that splits a document is
-#: counted under the separator string itself.
+#: Names of the changes made by `cleaned`, under which they are counted. If text was split at a
+#: separator, the name of the change is the separator string itself.
 CRLF = "crlf"
 GUTENBERG = "gutenberg"
 SUBTITLES = "subtitles"
-#: Prefix of the key under which a separator string is counted if it is kept in the text.
+#: Prefix of the name under which a separator string is counted if it is left in the text.
 _KEPT = "kept "
-#: Prefixes of the keys for documents that contain a chat control token as plain text (`CHAT`), and
-#: for documents that consist of the turns of a conversation (`TRANSCRIPT`).
+#: Prefixes of the names under which two kinds of documents are counted: documents that contain a
+#: chat control token as plain text (`CHAT`), and documents that consist of the turns of a
+#: conversation (`TRANSCRIPT`).
 CHAT, TRANSCRIPT = "chat ", "turns "
 
 
 class DocumentPart(NamedTuple):
-    """One of the documents into which text is split.
+    """A document that results from splitting text at separators.
 
     Attributes:
-        line: line of the text on which the document begins, one-based.
+        line: one-based number of the line on which the document begins.
         content: the document in UTF-8, possibly invalid; None if it is too long.
-        changes: the separator next to the document, and "kept SEPARATOR" for each separator string
-            inside the document that does not separate documents.
+        changes: names of the changes. They include the separator at which the document was split
+            off, and "kept SEPARATOR" for each separator string that was left in the document's
+            text.
     """
 
     line: int
@@ -115,7 +117,7 @@ def split_documents(
     A separator string separates documents if it is alone on its line, or if one document clearly
     ends before it and another begins after it. A separator string that is quoted or mentioned
     within a sentence is kept as part of the text. Whitespace around separators is removed.
-    Documents that consist only of whitespace are dropped, unless there are no others.
+    Documents that consist only of whitespace are dropped, unless all documents do.
 
     Args:
         blocks: the text in UTF-8, in blocks of any size.
@@ -153,7 +155,8 @@ def split_documents(
             yield from document.end("", even_empty=is_first)
             return
         # The last bytes of the block may contain the beginning of a separator that extends into the
-        # next block, or a separator that can't be judged without the text after it.
+        # next block. They may also contain a separator string that can't be classified without the
+        # text after it.
         place = max(place, len(text) - _CONTEXT // 2 if mark is None else mark.start())
         end = max(begin, place - _CONTEXT)
         document.add(text[begin:end])
@@ -165,7 +168,7 @@ class _Document:
 
     Attributes:
         size: number of bytes of the document so far.
-        kept: keys of the separator strings in the document that do not separate documents.
+        kept: names of the changes for separator strings that were left in the document's text.
     """
 
     def __init__(self, largest: float) -> None:
@@ -235,15 +238,17 @@ def _separates(mark: bytes, before: bytes, after: bytes, *, is_code: bool) -> bo
 
 
 def _is_long(mark: bytes) -> bool:
-    """Return True for a string such as <|endoftext|>, which has no other use in text."""
+    """Return True for a separator string such as <|endoftext|>, which never occurs in text for any
+    other purpose.
+    """
     return mark[1:2] in (b"|", b"\xef")
 
 
 def cleaned(
     text: str, *, is_code: bool = False, is_subtitles: bool = False
 ) -> tuple[str, tuple[str, ...]]:
-    """Clean the text of a document. Return the cleaned text ("" if nothing remains) and the keys of
-    the changes.
+    """Clean the text of a document. Return the cleaned text and the names of the changes that were
+    made. The cleaned text is "" if nothing remains.
 
     CRLF line endings are replaced with LF. Project Gutenberg's header and licence are removed,
     except from source code. The numbers and timestamps of subtitles are removed from subtitle
@@ -270,8 +275,9 @@ def cleaned(
 def without_gutenberg(text: str) -> str:
     """Return the text without Project Gutenberg's header, credits and licence.
 
-    If the text contains several books, all of them are kept. Text that does not match `_MARKS`
-    anywhere is returned unchanged. The result is "" if nothing remains.
+    If the text contains several books, all of them are kept. Text without any of the lines that
+    Project Gutenberg adds (see `_MARKS`) is returned unchanged. If nothing remains of the text, the
+    result is "".
     """
     books: list[str] = []
     begin = 0
@@ -286,7 +292,7 @@ def without_gutenberg(text: str) -> str:
             is_inside = False
         else:
             if is_inside and is_marked and mark["print"] is None:
-                books.append(text[begin : mark.start()])  # The book has no end line.
+                books.append(text[begin : mark.start()])  # No line marks the end of the book.
             begin, is_inside = mark.end(), True
         is_marked = True
     if not is_marked:
@@ -299,7 +305,7 @@ def without_gutenberg(text: str) -> str:
 
 
 def is_separator(change: str) -> bool:
-    """Return True if the key of a change is a separator string."""
+    """Return True if the name of a change is a separator string."""
     kept = (_KEPT, CHAT, TRANSCRIPT)
     return change not in (CRLF, GUTENBERG, SUBTITLES) and not change.startswith(kept)
 
@@ -318,7 +324,7 @@ class ChangeCounts:
 
         Args:
             origin: name of the document's file.
-            changes: keys of the changes.
+            changes: names of the changes.
         """
         for change in changes:
             self._documents[change] += 1
@@ -327,14 +333,14 @@ class ChangeCounts:
                 self._last[change] = origin
 
     def record(self) -> dict[str, dict[str, int]]:
-        """Return, for each change, the numbers of documents and files in which it was made, as a
-        JSON object.
+        """Return a JSON object with the number of documents and the number of files in which each
+        change was made.
         """
         counts = self._documents.items()
         return {key: {"documents": n, "files": self._files[key]} for key, n in sorted(counts)}
 
     def names(self) -> dict[str, str]:
-        """Return the name of the file for each change that was made in only one file."""
+        """For each change that was made in only one file, return the name of that file."""
         return {key: name for key, name in self._last.items() if self._files[key] == 1}
 
 
@@ -347,8 +353,8 @@ def change_lines(
     """Yield a message to the user for each kind of change.
 
     Args:
-        record, names: see `ChangeCounts`.
-        total: total number of documents.
+        record, names: results of the `ChangeCounts` methods with these names.
+        total: number of documents in the corpus.
     """
     for change, counts in record.items():
         documents, files = counts["documents"], counts["files"]
@@ -372,8 +378,8 @@ def change_lines(
                 "(train) and --kind chat (prepare) read"
             )
         elif change.startswith(TRANSCRIPT):
-            # Warn only if more than half of the documents consist of such turns. A few of them may
-            # be chapters of a book.
+            # Warn only if more than half of the documents consist of the turns of a conversation. A
+            # few such documents may be chapters of a book.
             if 2 * documents > total:
                 yield (
                     f"warning: {where}: {number} with turns of {change.removeprefix(TRANSCRIPT)}, "

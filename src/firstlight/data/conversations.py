@@ -15,8 +15,8 @@ The format of each record is detected from its fields, whose names are defined i
 
 A conversation has at least one answer. Its messages may be in any order that the chat template
 accepts. A blank system message is ignored. If a record has both a "system" field and a list of
-messages, the text of the field becomes the first message, unless the list already contains this
-system message.
+messages, the text of this field is added as the first message, unless the list already contains it
+as a system message.
 
 Records of preference data contain a preferred and a rejected answer to the same prompt, as strings
 or messages. The prompt is a question, with the same optional fields as in the alpaca format, or a
@@ -64,8 +64,8 @@ PAIRS_ARE_SELF_DESCRIBING = (
     "the format is detected from the keys. Omit train_on and format"
 )
 
-#: Maximum number of characters in all messages of a conversation. This is more than the longest
-#: context of any model can hold, but a chat template can still render it.
+#: Maximum total number of characters in the messages of a conversation. A conversation of this
+#: length does not fit into the context of any model, but a chat template can still render it.
 MAX_CONVERSATION_CHARS = 4_000_000
 
 REASONS = {
@@ -87,7 +87,8 @@ REASONS = {
     **{key: f"{text} that the chat template omits" for key, text in LOST.items()},
 }
 
-#: Mapping from lower-case role names in records to roles. Names of tool roles are kept unchanged.
+#: Mapping from lower-case role names in records to the roles used here. The names of tool roles are
+#: not changed.
 _ROLE_NAMES = {
     "system": "system developer",
     "user": "user human prompter customer question",
@@ -115,7 +116,8 @@ class BadRecordError(FirstlightError):
     """Raised if a record is not a valid conversation, preference pair or text document.
 
     Args:
-        reason: a key of `REASONS`, or of `records.REASONS` for a text document.
+        reason: short name of the reason. It is a key of `REASONS` or, for a text document, of
+            `records.REASONS`.
         detail: description of the problem, used as the message.
     """
 
@@ -131,7 +133,7 @@ class Conversation:
     Attributes:
         messages: objects with `role`, `content` and additional keys that the chat template may use.
         masked: indices of the assistant messages that are excluded from the loss.
-        options: additional variables for the chat template, such as `tools`.
+        options: additional variables that are passed to the chat template, such as `tools`.
     """
 
     messages: list[dict[str, Any]]
@@ -242,7 +244,9 @@ def _first(fields: Mapping[str, Any], names: Sequence[str]) -> str:
 
 
 def _unknown(record: Mapping[Any, Any]) -> BadRecordError:
-    """Return the error for a record that has an unknown format or is of a different kind."""
+    """Return the error for a record whose format is unknown, or which contains a different kind of
+    data.
+    """
     # `record_fields` returns most fields under two names. List each field only once.
     known = {field_name(name): str(name) for name in record}
     names = ", ".join(list(known.values())[:8]) or "none"
@@ -275,10 +279,10 @@ def _from_columns(fields: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _thoughts(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the reasoning that a record contains separately from its answer."""
+    """Return the reasoning that a record stores in a separate field from its answer."""
     found = {key: _content(fields[key], f"`{key}`") for key in THOUGHTS if fields.get(key)}
     # In some records, this field contains only "on" or "off", which specifies whether the answer
-    # has reasoning.
+    # includes reasoning.
     found = {key: text for key, text in found.items() if text.lower() not in ("on", "off")}
     if not found and (key := next(filter(fields.get, REASONING_FIELDS), None)) is not None:
         found = {THOUGHTS[0]: _content(fields[key], f"`{key}`")}
@@ -286,7 +290,7 @@ def _thoughts(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _question(fields: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the messages of a record before its answer."""
+    """Return the messages that precede the answer in a record."""
     name = _first(fields, QUESTION_FIELDS)
     messages: list[dict[str, Any]] = []
     history = parsed_json(fields.get("history")) or ()
@@ -372,8 +376,8 @@ def is_messages(value: object) -> bool:
 
 
 def _turns(entries: object, name: str) -> list[dict[str, Any]]:
-    """Convert a list to messages. The entries are either objects (see `_messages`) or strings,
-    written alternately by user and assistant.
+    """Convert a list to messages. The entries are either objects (see `_messages`), or strings that
+    the user and the assistant wrote alternately.
     """
     if not isinstance(entries, list) or len(entries) < 2 or not isinstance(entries[0], str):
         return _messages(entries, name)
@@ -385,7 +389,7 @@ def _turns(entries: object, name: str) -> list[dict[str, Any]]:
 
 
 def unused_fields(record: object, conversation: Conversation) -> list[str]:
-    """Return the non-empty fields of a record whose content is not part of its conversation."""
+    """Return the non-empty fields of a record whose content does not occur in its conversation."""
     if not isinstance(record, Mapping):
         return []
     is_transcript = conversation_kind(record_fields(record), "") is None
@@ -414,9 +418,9 @@ def unused_fields(record: object, conversation: Conversation) -> list[str]:
 
 
 def message_field(fields: Mapping[str, Any]) -> str | None:
-    """Return the name of the field that contains the conversation, or None unless exactly one field
-    qualifies. A field with any name can contain a list of messages; only a field in `_TURN_FIELDS`
-    can contain a list of strings.
+    """Return the name of the field that contains the conversation. Return None if no field contains
+    a conversation, or if several fields do. A field with any name can contain a list of messages;
+    only a field in `_TURN_FIELDS` can contain a list of strings.
     """
     values = {field_name(key): value for key, value in fields.items()}
     found = [
@@ -436,8 +440,9 @@ def _messages(entries: object, name: str, start: int = 0) -> list[dict[str, Any]
 
     Args:
         entries: the list.
-        name: the list's name in backticks, for error messages.
-        start: number of the first entry, for error messages.
+        name: name of the list in error messages, including backticks.
+        start: number of the first entry; the error messages include the number of the invalid
+            entry.
 
     Raises:
         BadRecordError: the list or a message is not valid.
@@ -542,7 +547,8 @@ def _checked(messages: list[dict[str, Any]]) -> Conversation:
 #: Keys that specify whether a message or record is trained on, as used in datasets for OpenAI,
 #: axolotl and ms-swift.
 _LEARNED = ("weight", "train", "training", "loss")
-#: Values of these keys, in lower case. Tables contain them as strings.
+#: Values of these keys for messages that are excluded (`_OFF`) and included (`_ON`), in lower case.
+#: They are strings, because tables contain them as strings.
 _OFF, _ON = ("0", "0.0", "false"), ("1", "1.0", "true")
 #: A field in `_USED_FIELDS` is always considered used. A field in `_VALUE_FIELDS` is considered
 #: used if its value is not a string. Any other string is considered used if it occurs in a message
@@ -555,8 +561,8 @@ _CHANCE_CHARACTERS = 40
 
 
 def _with_weights(messages: list[dict[str, Any]]) -> Conversation:
-    """Return a conversation without the `_LEARNED` keys in its messages. An answer is masked if one
-    of these keys is 0 or false.
+    """Return a conversation in which the messages do not have the `_LEARNED` keys. If one of these
+    keys is 0 or false in an answer, the answer is excluded from the loss.
     """
     masked = set()
     for index, message in enumerate(messages):
@@ -586,8 +592,10 @@ class _Markup(NamedTuple):
         head: pattern for the beginning of a turn. The pattern's group matches the name of the turn,
             usually a role.
         end: pattern for the end of a turn.
-        roles: roles of the turn names that are not role names, keyed by upper-case turn name.
-        name: description of how turns begin, for messages to the user; "" for control tokens.
+        roles: mapping from upper-case turn name to role, for all turn names that are not role
+            names.
+        name: description of how turns begin, used in messages to the user; "" if turns begin with
+            control tokens.
         after: restrictions on the order of turns. Each upper-case turn name is mapped to the
             upper-case name of the turn that must precede it, or to "" if it must be the first turn.
             A turn beginning in any other position is treated as part of the text.
@@ -655,7 +663,7 @@ _END = re.compile(
 
 
 def control_tokens(text: str) -> list[str]:
-    """Return the chat-template control tokens that are written out in a string."""
+    """Return the control tokens of chat templates that a string contains as plain text."""
     # Search for the substrings first, because this is faster than the pattern. There are only a few
     # substrings, because each search reads the entire string.
     if not any(part in text for part in _CONTROL_PARTS):
@@ -670,8 +678,8 @@ def is_written(text: object) -> bool:
 
 
 def transcript_field(fields: Mapping[str, Any]) -> tuple[str, _Markup] | None:
-    """Return the string in a record that contains a conversation with speaker names, and its
-    markup.
+    """Find the field of a record that contains a conversation as a string with speaker names.
+    Return this string and its markup.
     """
     texts = (fields[name] for name in _TRANSCRIPT_FIELDS if isinstance(fields.get(name), str))
     found = ((text, transcript_of(text)) for text in texts)
@@ -688,7 +696,8 @@ def _markup_of(text: str) -> _Markup | None:
 
 def _without_end(text: str) -> str:
     """Remove end-of-text and end-of-turn tokens from the end of a string."""
-    # Search only the last part of the string, because the search can take quadratic time.
+    # Search only the last part of the string, because the time of the search can be quadratic in
+    # the length of the string.
     return text[:-200] + _END.sub("", text[-200:])
 
 

@@ -12,7 +12,8 @@ The files of a prepared folder are described in `shards` and written by `shards.
 
 A split of text is one long stream of tokens. With rows of T positions, row i predicts tokens i*T+1
 ... i*T+T, each from the token before it. Every token except the very first is therefore predicted
-exactly once, and the last row may be shorter. (Conversations are packed into rows; see `packing`.)
+exactly once, and the last row may be shorter. Conversations are instead packed into rows (see
+`packing`).
 
 With document masking, the tokens of a row are numbered by document, and a token is predicted only
 from tokens of the same document. The details depend on which special tokens surround the text of a
@@ -54,8 +55,8 @@ from firstlight.data.shards import (
 )
 from firstlight.errors import ConfigError, DataError
 
-#: Arrays for one row of a batch, both of shape [seq_len]: token ids or labels (`RowIds`), and the
-#: document number of each position (`DocumentIds`).
+#: Arrays for one row of a batch, with shape [seq_len]. `RowIds` contains token ids or labels, and
+#: `DocumentIds` contains the document number of each position.
 RowIds = npt.NDArray[np.int64]
 DocumentIds = npt.NDArray[np.int32]
 #: Kind of data in a prepared folder (a value of `data.kind`), or "mix".
@@ -77,8 +78,8 @@ def row_span(row: int, seq_len: int) -> slice:
 def separate_documents(
     starts: npt.NDArray[np.int64], num_inputs: int, *, eos_opens: bool
 ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int64]]:
-    """Assign document numbers to the inputs of a row, and find the labels that belong to a
-    different document than their inputs.
+    """Assign a document number to each input of a row, and find the labels to mask because they
+    belong to a different document than their inputs.
 
     Args:
         starts: positions of the documents' first tokens among the row's num_inputs + 1 tokens,
@@ -88,8 +89,8 @@ def separate_documents(
             of that document.
 
     Returns:
-        (zero-based document number of each input within the row, int32 [num_inputs]; positions of
-        the labels to mask, int64 [masked labels])
+        Two arrays: the zero-based document number of each input within the row, int32 [num_inputs],
+        and the positions of the labels to mask, int64 [masked labels].
     """
     inner = starts[starts > 0]
     masked = inner[:0] if eos_opens else inner - 1
@@ -141,8 +142,9 @@ class CorpusPart:
     """One corpus of a mix, or a corpus used alone.
 
     Attributes:
-        name: name of the corpus in the names of its metrics; "" for a corpus used alone.
-        dataset: the split.
+        name: name of the corpus, which is part of the names of its metrics; "" for a corpus used
+            alone.
+        dataset: the split of the corpus from which rows are read.
         weight: number of rows that the corpus contributes to each period of the mix (see `Turns`).
     """
 
@@ -156,12 +158,12 @@ class Corpus(Protocol):
     the methods are for text.
 
     Attributes:
-        kind: kind of the data.
+        kind: type of the data, such as text or conversations.
         has_examples: True if some rows are packed conversations, which require document masking.
         folder: the prepared folder, which contains the tokenizer.
         split: "train" or "val".
         manifest: the folder's manifest; for a mix, the manifests of all corpora with their weights.
-        vocab_size: size of the tokenizer's vocabulary.
+        vocab_size: number of tokens in the tokenizer's vocabulary.
         num_tokens: number of tokens in the split.
     """
 
@@ -180,8 +182,8 @@ class Corpus(Protocol):
 
     @property
     def gzip_bits_per_byte(self) -> float | None:
-        """Size of the text after compression with gzip -9, in bits per byte of the original text,
-        or None if not recorded. It is a baseline for the bits per byte of a model.
+        """Size of the text after compression with gzip -9, in bits per byte of the original text.
+        This is a baseline for the bits per byte of a model. None if the size was not recorded.
         """
         return None
 
@@ -198,14 +200,14 @@ class Corpus(Protocol):
         ...
 
     def row_at(self, position: int, seq_len: int, seed: int) -> tuple[TokenDataset, int]:
-        """Return (split, index of the row in the split) for the row that a run with this seed reads
-        at `position`. Positions are counted across all epochs.
+        """Return which row a run with this seed reads at `position`, as (split, index of the row in
+        the split). Positions are counted across all epochs.
         """
         ...
 
     def label_share(self, seq_len: int) -> float:
-        """Return the fraction of all positions that have a label. It is 1 for text, and lower for
-        conversations, because prompts and padding have no labels.
+        """Return the fraction of positions that have a label. It is 1 for text. For conversations,
+        it is lower, because prompts and padding have no labels.
         """
         return 1.0
 
@@ -222,26 +224,27 @@ class Corpus(Protocol):
         return iter(())
 
     def records(self, seq_len: int) -> list[dict[str, Any]]:
-        """Return one dict of entries for the run log per corpus of conversations."""
+        """Return the entries for the run log, as one dict for each corpus of conversations."""
         return []
 
     def identity(self) -> dict[str, Any]:
-        """Return the settings that, together with the manifest, identify the data of a run, keyed
-        by name.
+        """Return a dict of the settings that affect the training data. Together with the manifest,
+        they identify the data of a run.
         """
         return {}
 
     def epochs_by_corpus(self, rows_seen: int, seq_len: int) -> dict[str, float]:
-        """Return the number of epochs that each corpus has completed after the first `rows_seen`
-        rows of a mix, as a fraction, keyed by corpus name.
+        """Return a dict with the number of epochs that each corpus of a mix has completed after the
+        first `rows_seen` rows. The numbers include fractions of an epoch, and the keys are the
+        names of the corpora.
         """
         return {}
 
 
 class TokenDataset(Corpus):
-    """One split of prepared text. It can be sliced like a long array of token ids. Every block is
-    checked as it is read, so an error is raised if a shard changes while it is in use (see
-    `shards`).
+    """One split of prepared text, which can be sliced like a long array of token ids. Every block
+    of a shard is checked as it is read. If a shard changes while it is in use, an error is
+    therefore raised (see `shards`).
 
     Args:
         folder: a folder written by `prepare`.
@@ -256,7 +259,8 @@ class TokenDataset(Corpus):
 
     Attributes:
         text_bytes: number of UTF-8 bytes in the split's text.
-        gzip_bytes: size of the text in bytes after gzip -9; None if not recorded.
+        gzip_bytes: size of the text in bytes after compression with gzip -9; None if it was not
+            recorded.
     """
 
     #: Format version of the prepared folders that this class can read.
@@ -326,7 +330,7 @@ class TokenDataset(Corpus):
         """
         start, stop, step = span.indices(self.num_tokens)
         assert step == 1
-        stop = max(start, stop)  # The slice may be empty: `stop` can be less than `start`.
+        stop = max(start, stop)  # `stop` can be less than `start`, which selects no tokens.
         parts = [np.empty(0, dtype=np.int64)]
         for index in range(max(bisect_right(self._starts, start) - 1, 0), len(self._shards)):
             base, shard = self._starts[index], self._shards[index]
@@ -346,8 +350,8 @@ class TokenDataset(Corpus):
 
     @property
     def eos_separates(self) -> bool:
-        """True if documents are separated by eos and do not begin with bos, as for GPT-2. The first
-        token of a document is then predicted from the eos before it.
+        """True if documents are separated by eos tokens and do not begin with a bos token, as for
+        GPT-2. The first token of a document is then predicted from the eos before it.
         """
         return self.manifest.get("eos_token_id") is not None and not self.documents_begin_with_bos
 
@@ -404,20 +408,20 @@ class TokenDataset(Corpus):
         labels[:length][loss_mask] = tokens[1:][loss_mask]
 
     def references_of(self, rows: Sequence[int], seq_len: int) -> npt.NDArray[np.float64] | None:
-        """Return `loader.Batch.references` for the given rows, fp64 [rows, documents], or None for
-        data other than preference pairs.
+        """Return the value of `loader.Batch.references` for the given rows, fp64 [rows, documents].
+        Return None for data other than preference pairs.
         """
         return None
 
     def predicts_first(self, first_id: int | None) -> bool:
-        """Return True if the very first token of the split is predicted when it is preceded by
-        `first_id`. A leading bos is never predicted, because it does not represent any text, and
-        neither is the first token of a conversation.
+        """Return True if the very first token of the split is predicted when `first_id` is inserted
+        before it. A bos token at the beginning of the split is never predicted, because it does not
+        represent any text. The first token of a conversation is not predicted either.
         """
         return first_id is not None and int(self[0:1][0]) != first_id
 
     def bits_a_nat(self, *, document_masking: bool, first_id: int | None = None) -> float:
-        """Return the factor for converting a loss in nats per token to bits per byte of text."""
+        """Return the factor that converts a loss in nats per token to bits per byte of text."""
         predicted = self._num_predicted(document_masking=document_masking, first_id=first_id)
         return predicted / self.text_bytes / math.log(2)
 
@@ -436,11 +440,11 @@ class TokenDataset(Corpus):
 # corpora repeats every ten rows.
 #
 # Positions and the rows of each corpus are counted from 0 within a period. For a corpus that
-# provides a fraction w of all rows, the earliest position of its row j is j / w (rounded down), and
-# its deadline is (j + 1) / w (rounded up): the row must be provided before this position. Each
-# position is given to the available row with the earliest deadline. With this rule, all deadlines
-# are met (Baruah et al., "Proportionate progress", 1996). For any n, the first n rows therefore
-# contain more than n * w - 1 and fewer than n * w + 1 rows of the corpus.
+# provides a fraction w of all rows, the earliest position of its row j is j / w, rounded down. The
+# deadline of this row is (j + 1) / w, rounded up: the row must be provided before this position.
+# Each position is given to the available row with the earliest deadline. With this rule, all
+# deadlines are met (Baruah et al., "Proportionate progress", 1996). For any n, the first n rows
+# therefore contain more than n * w - 1 and fewer than n * w + 1 rows of the corpus.
 #
 # Each corpus provides its rows in the same order as if it were used alone, and reshuffles them in
 # each of its own epochs.
@@ -494,8 +498,8 @@ class Turns:
         self._positions = [np.flatnonzero(self._corpus == i) for i in range(len(self.parts))]
 
     def at(self, position: int) -> tuple[int, int]:
-        """Return (index of the corpus that provides the row at `position`, number of rows that the
-        same corpus has provided before that position).
+        """Return the index of the corpus that provides the row at `position`, and the number of
+        rows that this corpus has provided before `position`.
         """
         periods, within = divmod(position, self.period)
         corpus = int(self._corpus[within])
@@ -513,7 +517,7 @@ class Turns:
 
 def _corpora_of_period(parts: Sequence[int]) -> npt.NDArray[np.uint32]:
     """Return the index of the corpus that provides each row of one period, uint32 [period]. The
-    algorithm is described above.
+    algorithm is described in the comment above `MAX_PERIOD`.
 
     Each corpus is in one of two queues: `waiting` contains (earliest position of its next row,
     corpus), and `ready` contains (deadline of its next row, corpus).
@@ -548,10 +552,11 @@ class MixedDataset(Corpus):
         parts: the corpora.
 
     Attributes:
-        turns: assignment of rows to corpora.
+        turns: schedule that specifies which corpus provides each row.
         has_examples: True if at least one corpus consists of conversations.
-        folder: folder from which the tokenizer is read: that of the first corpus of conversations
-            or, if there is none, of the first corpus. All corpora have the same tokenizer.
+        folder: folder from which the tokenizer is read. This is the folder of the first corpus of
+            conversations. If there are no conversations, it is the folder of the first corpus. All
+            corpora have the same tokenizer.
         manifest: manifests of all corpora, with their weights.
         num_tokens: total number of tokens in all corpora.
 

@@ -7,7 +7,7 @@ The process that calls `prepare` reads the documents and writes the shards; a Ra
 the encoding, which is nearly all of the work. The files therefore only need to exist on one
 machine, and failures of other machines can't affect the shards. If a process or node is killed, Ray
 encodes its blocks again, including finished blocks if their results were lost with the node. Each
-node needs firstlight with the `ray` extra, and the same version of `tokenizers`.
+node needs firstlight with the `ray` extra, and the same version of `tokenizers` as this machine.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class TextPiece(NamedTuple):
 
 #: Generator of pieces with their tokens, in the order of the pieces.
 Encoded: TypeAlias = Generator[tuple[TextPiece, TokenArray], None, None]
-#: Function with which an engine encodes pieces. All engines produce the same tokens.
+#: Function of an engine that encodes pieces. All engines produce the same tokens.
 Encode: TypeAlias = Callable[[Iterator[TextPiece]], Encoded]
 
 #: Approximate number of characters per batch. A process gets one batch at a time.
@@ -69,8 +69,9 @@ _ATTEMPTS = 3
 #: Approximate number of characters per block. Each task on a Ray cluster encodes one block, which
 #: takes at least half a second.
 _BLOCK_CHARACTERS = 1 << 22
-#: Number of blocks per processor that are sent to a Ray cluster ahead of the block that is being
-#: written, and the maximum total number of such blocks (a gigabyte of text).
+#: Maximum number of blocks to send to a Ray cluster before the oldest of them has been written.
+#: `_BLOCKS_PER_CPU` is the limit per processor. `_MAX_BLOCKS` is the limit for the entire cluster,
+#: which corresponds to a gigabyte of text.
 _BLOCKS_PER_CPU, _MAX_BLOCKS = 4, 256
 #: Timeout for connecting to the address of a Ray cluster, in seconds.
 _SECONDS_TO_CONNECT = 10.0
@@ -82,8 +83,8 @@ _NO_CLIENT = (
 
 
 def batches(pieces: Iterable[TextPiece], characters: int) -> Iterator[list[TextPiece]]:
-    """Group consecutive pieces into lists with a total of at least `characters` characters each;
-    the last list may have fewer.
+    """Group consecutive pieces into lists. Each list has a total of at least `characters`
+    characters, except that the last list may have fewer.
     """
     batch: list[TextPiece] = []
     size = 0
@@ -127,8 +128,8 @@ def encode_in_order(
     try:
         for batch in batches(pieces, characters):
             pool.submit(batch)
-            # With this many batches in the queue, all processes are busy, so don't read more of the
-            # corpus yet.
+            # If the queue contains this many batches, all processes are busy, so don't read more of
+            # the corpus yet.
             if len(pool) >= 3 * workers:
                 yield from pool.oldest()
         while len(pool):
@@ -138,8 +139,8 @@ def encode_in_order(
 
 
 def encode(texts: Iterable[str], tokenizer: Tokenizer) -> list[TokenArray]:
-    """Encode each string using a single thread. Return its token ids in the dtype of the shards
-    (see `token_dtype`).
+    """Encode each string using a single thread. Return the token ids of each string in the dtype of
+    the shards (see `token_dtype`).
 
     Raises:
         DataError: an id is beyond the tokenizer's vocabulary.
@@ -166,7 +167,7 @@ def _fitting(ids: npt.NDArray[np.int64], vocab_size: int) -> TokenArray:
 
 
 class _Worker:
-    """A process that encodes text, and the parent's end of the pipe to it.
+    """A process that encodes text, and the parent process's end of the pipe to this process.
 
     The tokenizer is sent through this pipe instead of as an argument of the process. `spawn` writes
     arguments to a different pipe, and the parent also has the reading end of that pipe open. If the
@@ -178,7 +179,8 @@ class _Worker:
         context = multiprocessing.get_context("spawn")
         self._end, there = context.Pipe()
         self._process = context.Process(target=_work, args=(there,), daemon=True)
-        # Close the parent's copy of the other end, so that the pipe is closed when the child ends.
+        # Close the parent's copy of the child's end of the pipe, so that the pipe is closed when
+        # the child ends.
         with there:
             self._process.start()
         self._unsent: list[str] = [tokenizer_json]
@@ -213,8 +215,8 @@ class _Processes:
     """A pool of encoding processes, and the queue of submitted batches, oldest first.
 
     For each encoding process, a thread of the parent sends batches and receives tokens. The
-    processes do not share pipes or locks. A process that is killed at any moment, even during
-    startup, therefore loses only its own batch, and a new process encodes that batch again.
+    processes do not share pipes or locks. If a process is killed at any moment, even during
+    startup, only its current batch is therefore lost, and a new process encodes that batch again.
     """
 
     def __init__(self, tokenizer: Tokenizer, workers: int) -> None:
@@ -235,7 +237,8 @@ class _Processes:
         self._waiting.append((batch, self._threads.submit(self._encode, texts)))
 
     def oldest(self) -> Iterator[tuple[TextPiece, TokenArray]]:
-        """Wait for the oldest batch, remove it, and yield each of its pieces with its tokens.
+        """Wait for the oldest batch in the queue and remove it. Yield each piece of the batch with
+        its tokens.
 
         Raises:
             DataError: processes are killed repeatedly or can't start, or a piece can't be encoded
@@ -303,8 +306,8 @@ def _work(end: Connection) -> None:
 
 
 def _answer(texts: list[str], tokenizer: Tokenizer) -> tuple[bool, list[TokenArray] | DataError]:
-    """Encode strings. Return (True, token ids of each string), or (False, the error to raise in the
-    parent process).
+    """Encode strings. If this succeeds, return (True, token ids of each string). Otherwise, return
+    (False, the error to raise in the parent process).
     """
     try:
         return True, encode(texts, tokenizer)
@@ -346,11 +349,11 @@ def ray_encoder(tokenizer: Tokenizer, address: str | None) -> Iterator[Encode]:
 
     Args:
         tokenizer: the tokenizer.
-        address: HOST:PORT of a cluster that this machine belongs to, "auto" (a cluster running on
-            this machine) or "local" (a cluster that is started here and stopped at the end of the
-            block). None leaves the choice to Ray (`RAY_ADDRESS`, otherwise "auto", otherwise
-            "local"). If the caller is already connected, `address` must be None, and the connection
-            is kept.
+        address: HOST:PORT of a cluster that this machine belongs to. "auto" uses a cluster that is
+            already running on this machine. "local" starts a cluster on this machine, and stops it
+            at the end of the `with` block. If `address` is None, Ray uses the environment variable
+            `RAY_ADDRESS` or, if it is not set, tries "auto" and then "local". If the caller is
+            already connected, `address` must be None, and the connection is kept.
 
     Raises:
         MissingDependencyError: Ray is not installed.
@@ -438,7 +441,7 @@ def _encode_on_ray(pieces: Iterator[TextPiece], tokenizer: Tokenizer, ray: Any) 
     """Yield each piece with its tokens, in the order of the pieces."""
     reference = ray.put(tokenizer.backend.to_str())
     task = ray.remote(_encode_block)
-    #: Blocks that are currently being encoded, each with a reference to its result.
+    #: Blocks that are being encoded, each with Ray's reference to its result.
     waiting: deque[tuple[list[TextPiece], Any]] = deque()
     try:
         for block in batches(pieces, _BLOCK_CHARACTERS):
@@ -459,7 +462,9 @@ def _encode_on_ray(pieces: Iterator[TextPiece], tokenizer: Tokenizer, ray: Any) 
 def _oldest(
     waiting: deque[tuple[list[TextPiece], Any]], ray: Any
 ) -> Iterator[tuple[TextPiece, TokenArray]]:
-    """Wait for the oldest block, remove it, and yield each of its pieces with its tokens."""
+    """Wait for the oldest block in the queue and remove it. Yield each piece of the block with its
+    tokens.
+    """
     block, reference = waiting[0]
     try:
         is_good, result = ray.get(reference)
@@ -479,12 +484,13 @@ def _oldest(
 def _encode_block(
     texts: list[str], tokenizer_json: str, release: str
 ) -> tuple[bool, list[TokenArray] | DataError]:
-    """Encode a block on a node; see `_answer`.
+    """Encode a block of text on a node of the Ray cluster. The return value is the same as that of
+    `_answer`.
 
     Args:
-        texts: the block.
+        texts: the strings in the block.
         tokenizer_json: the result of `Tokenizer.backend.to_str()`.
-        release: the required version of `tokenizers`.
+        release: the version of `tokenizers` that the node must have.
     """
     if tokenizers.__version__ != release:
         return False, DataError(

@@ -31,9 +31,9 @@ class FileKind(NamedTuple):
 
     Attributes:
         name: name of the type, including its article, for messages.
-        remedy: advice on how to extract the text, with the placeholders {file} (the file), {text}
-            (a text file in the same folder), {lines} (a JSONL file) and {folder} (a folder next to
-            the file).
+        remedy: advice on how to extract the text. It can contain the placeholders {file} (the
+            file), {text} (a text file in the same folder), {lines} (a JSONL file) and {folder} (a
+            folder next to the file).
         endings: suffixes of files of this type, separated by spaces.
         first_bytes: pattern that matches the first bytes of files of this type; b"" if the type
             can't be detected from the first bytes.
@@ -44,15 +44,23 @@ class FileKind(NamedTuple):
     endings: str = ""
     first_bytes: bytes = b""
 
-    def advice(self, path: Path) -> str:
-        """Return the advice for the file at `path`, with all paths quoted for a shell."""
+    def advice(self, path: Path, count: int = 1) -> str:
+        """Return the advice for the file at `path`, with all paths quoted for a shell. If `count`
+        is not 1, the advice is phrased for this number of files, and `path` is a placeholder for
+        their names.
+        """
         stem = path.with_name(re.sub(r"(?<=.)(\.tar)?\.[^.]+$", "", path.name))
         text = stem.with_name(f"{stem.name}.txt")
         # The command must not overwrite the file that it reads.
         text = stem.with_name(f"{stem.name}.plain.txt") if text == path else text
+        if self.name == COMPRESSED and path.suffix.lower() in self.endings.split():
+            text = path.with_suffix("")  # The name may have a second suffix: paper.pdf.gz.
         names = {"file": path, "text": text, "folder": stem}
         names["lines"] = stem.with_name(f"{stem.name}.jsonl")
-        return self.remedy.format(**{key: shlex.quote(str(name)) for key, name in names.items()})
+        remedy = self.remedy
+        if count != 1:
+            remedy = re.sub(r"\bit\b", "them", re.sub(r"\bits\b", "their", remedy))
+        return remedy.format(**{key: shlex.quote(str(name)) for key, name in names.items()})
 
 
 _TEXT_BY = "extract its text with "
@@ -62,9 +70,9 @@ _SHEET = (
 )
 _SLIDES = "save it as PDF, and extract the text from the PDF with pdftotext"
 _UNPACKED_BY = "unpack it with %s, and use that folder"
-_COMPRESSED, _PIPED_BY = "a compressed file", "unpack it with %s -dc < {file} > {text}"
-#: Templates of patterns for the first bytes of ZIP files: an OpenDocument file of a given type, and
-#: a ZIP file that contains a folder with a given name.
+COMPRESSED, _PIPED_BY = "a compressed file", "unpack it with %s -dc < {file} > {text}"
+#: Templates of patterns for the first bytes of two kinds of ZIP files: an OpenDocument file of a
+#: given type, and a ZIP file that contains a folder with a given name.
 _OPEN_DOCUMENT = rb"PK\x03\x04.*mimetypeapplication/vnd\.oasis\.opendocument\."
 _FOLDER = rb"(?=PK\x03\x04).*PK\x03\x04.{26}"
 
@@ -102,10 +110,10 @@ _KINDS = (
         "a 7z archive", _UNPACKED_BY % "7z x {file} -o{folder}", ".7z", rb"7z\xbc\xaf\x27\x1c"
     ),
     FileKind("a RAR archive", _UNPACKED_BY % "unrar x {file} {folder}/", ".rar", rb"Rar!\x1a\x07"),
-    FileKind(_COMPRESSED, _PIPED_BY % "gzip", ".gz", rb"\x1f\x8b"),
-    FileKind(_COMPRESSED, _PIPED_BY % "bzip2", ".bz2", rb"BZh"),
-    FileKind(_COMPRESSED, _PIPED_BY % "zstd", ".zst", rb"\x28\xb5\x2f\xfd"),
-    FileKind(_COMPRESSED, _PIPED_BY % "xz", ".xz", rb"\xfd7zXZ\x00"),
+    FileKind(COMPRESSED, _PIPED_BY % "gzip", ".gz", rb"\x1f\x8b"),
+    FileKind(COMPRESSED, _PIPED_BY % "bzip2", ".bz2", rb"BZh"),
+    FileKind(COMPRESSED, _PIPED_BY % "zstd", ".zst", rb"\x28\xb5\x2f\xfd"),
+    FileKind(COMPRESSED, _PIPED_BY % "xz", ".xz", rb"\xfd7zXZ\x00"),
     FileKind(
         "an image",
         "exclude it, or extract its text with tesseract {file} {folder}",
@@ -155,8 +163,8 @@ _UNTIL_ANSWER = (
     """until(. == [] or .[-1].role == "assistant"; .[:-1])) | select(.messages != [])' """
     """{file} > {lines}, and use that file as input"""
 )
-#: Types of chats that other programs export as JSON: (pattern that occurs in the first bytes of
-#: such a file, file type).
+#: Types of JSON files to which other programs export chats. Each entry consists of a pattern that
+#: occurs in the first bytes of such a file, and the file type.
 _EXPORTS = (
     (
         rb'"type":\s*"(?:personal_chat|bot_chat|saved_messages|(?:private|public)_\w+)"'
@@ -214,7 +222,8 @@ REASONING_FIELDS = tuple(
 )
 #: Fields by which a record is recognised as a single message from a tree of conversations.
 TREE_FIELDS = {"message_id", "role", "text"}
-#: Field names of preference pairs: (preferred answer, rejected answer).
+#: Field names of preference pairs, as (name for the preferred answer, name for the rejected
+#: answer).
 PAIR_FIELDS = (
     ("chosen", "rejected"),
     ("chosen_response", "rejected_response"),
@@ -256,7 +265,7 @@ def _control_characters(head: bytes) -> int:
 
 
 def binary_file(path: Path, kind: FileKind = _BINARY) -> str:
-    """Return the message about a file that is not text, although its suffix suggests that it is."""
+    """Return the error message for a file that has the suffix of a text file but is not text."""
     return f"it is {kind.name}: {kind.advice(path)}"
 
 
@@ -275,7 +284,11 @@ def kind_of(path: Path, ending: str) -> FileKind:
     if (known := kind_by_ending(ending)) is not None:
         return known
     with open(path, "rb") as file:
-        head = file.read(HEAD_BYTES)
+        return kind_of_content(file.read(HEAD_BYTES), ending)
+
+
+def kind_of_content(head: bytes, ending: str) -> FileKind:
+    """Detect the type of a file whose suffix is unknown from its first bytes."""
     if (found := kind_by_bytes(head)) is not None:
         return found
     if ending == ".json":
@@ -315,10 +328,10 @@ def conversation_kind(
 
     Args:
         fields: names of the fields.
-        text_key: name of the text field; "" if there is none. If `text_key` is "text", a record
-            with this field is a text document even if it also has a question and an answer, except
-            for preference pairs, lists of messages and Alpaca's format. With any other `text_key`,
-            a record with this field is always a text document.
+        text_key: name of the text field; "" if there is none. A record that has this field is a
+            text document, even if it also contains a question and an answer. If `text_key` is
+            "text", there are exceptions: preference pairs, lists of messages and records in
+            Alpaca's format are not text documents.
     """
     names = {field_name(field) for field in fields}
     # The index of a table written by pandas is a column named "".

@@ -36,7 +36,7 @@ IGNORE_INDEX = -100
 
 @dataclass(frozen=True)
 class Batch:
-    """A batch of B rows of T positions.
+    """A batch of B rows with T positions each.
 
     Attributes:
         input_ids: token ids, int64 [B, T].
@@ -46,10 +46,10 @@ class Batch:
         document_ids: zero-based document number of each input token within its row, int32 [B, T];
             None without document masking.
         references: for preference pairs, the log-probability of each document's answer under the
-            reference model (the model before training), fp64 [B, D], where D is the maximum number
-            of documents in a row. Documents 2 i and 2 i + 1 form a pair. 0 means that the
-            log-probability is unknown, and NaN means that the row has no such document. None for
-            other data.
+            reference model, which is the model before training. The shape is fp64 [B, D], where D
+            is the maximum number of documents in a row. Documents 2 i and 2 i + 1 form a pair. A
+            value of 0 means that the log-probability is unknown, and NaN means that the row has
+            fewer documents. For other data, `references` is None.
     """
 
     input_ids: Tensor
@@ -60,8 +60,8 @@ class Batch:
 
     @property
     def num_terms(self) -> int:
-        """Number of terms in the loss: the number of valid labels or, for preference data, of
-        pairs.
+        """Number of terms in the loss. For preference data, this is the number of pairs. Otherwise,
+        it is the number of valid labels.
         """
         if self.references is None:
             return self.num_valid
@@ -80,8 +80,8 @@ class Batch:
         return self._map(lambda tensor: tensor.to(device, non_blocking=True))
 
     def uncounted(self) -> Batch:
-        """Return a batch with the same tokens but without labels or pairs, which does not
-        contribute to the loss.
+        """Return a copy of the batch that does not contribute to the loss. The copy contains the
+        same tokens, but no labels or pairs.
         """
         references = self.references
         return replace(
@@ -176,7 +176,7 @@ class TokenLoader:
     in rank order. The loader is a context manager that stops the threads on exit.
 
     Args:
-        dataset: the split, or a mix.
+        dataset: the split, or a mix of corpora.
         seq_len: number of positions per row.
         micro_batch_size: number of rows per batch.
         seed: random seed for the row order.
@@ -184,15 +184,15 @@ class TokenLoader:
             of any rank.
         document_masking: True to number the documents and predict each token only from tokens of
             the same document.
-        rank: index of this rank's part of each global batch.
-        world_size: number of parts of a global batch.
-        workers: number of threads that read ahead. More than one helps if the disk is slow. With 0,
-            the calling thread reads each batch on request.
+        rank: rank of this process, which selects its part of each global batch.
+        world_size: number of ranks, which is the number of parts of a global batch.
+        workers: number of threads that read batches ahead. More than one thread helps if the disk
+            is slow. With 0, each batch is read on request by the calling thread.
         prefetch: number of batches to read ahead.
         pin_memory: True to return page-locked tensors, for asynchronous copies to a GPU.
 
     Raises:
-        DataError: a split is shorter than one row, or has examples that don't fit into a row.
+        DataError: a split is shorter than one row, or contains examples that don't fit into a row.
     """
 
     def __init__(

@@ -119,14 +119,14 @@ _NOT_LATIN = tuple(
     "cp1255 iso8859_8 cp1256 iso8859_6 cp874".split()
 )
 _LATIN = tuple("cp1252 cp1250 cp1254 cp1257 cp850 cp775 mac_roman iso8859_2".split())
-#: Minimum number of non-ASCII bytes required to detect an encoding, and the minimum margin by which
-#: the best match must beat all other encodings in charset-normalizer's measure of disorder
-#: ("chaos").
+#: Two conditions for detecting an encoding: the minimum number of non-ASCII bytes, and the minimum
+#: margin between the best match and all other encodings. The margin is a difference in
+#: charset-normalizer's measure of disorder ("chaos").
 _LEAST_BYTES, _LEAST_DISTANCE = 20, 0.05
 #: Number of ASCII bytes before the first non-ASCII byte of a file that are also examined.
 _CONTEXT_BYTES = 1000
 #: Windows-1252 bytes of the non-ASCII characters in German, French, Spanish, Portuguese, Italian,
-#: Dutch and Scandinavian texts, except bytes that represent a different letter in Windows-1250 or
+#: Dutch and Scandinavian text, except bytes that represent a different letter in Windows-1250 or
 #: Windows-1254.
 _WESTERN = set(
     "àáâãäåæçèéêëìíîïñòóôöøùúûüßœÀÁÂÃÄÅÆÇÈÉÊËÌÍÎÏÑÒÓÔÖØÙÚÛÜŒ«»°§¡£€©®…–—‘’“”„‚•·ºª\xa0".encode(
@@ -230,16 +230,17 @@ def decoded_utf8(content: bytes, path: Path) -> str:
 
 
 def largest_document(path: Path) -> int:
-    """Return the maximum size in bytes of a document after decompression: 64 MiB or ten times the
-    size of the file, whichever is larger. The limit never applies to uncompressed files, in which a
-    document is at most as large as the file.
+    """Return the maximum size of a document after decompression, in bytes. It is 64 MiB or ten
+    times the size of the file, whichever is larger. The limit never applies to uncompressed files,
+    in which a document is at most as large as the file.
     """
     return max(_LARGEST_DOCUMENT_BYTES, _LARGEST_DOCUMENT_TIMES * path.stat().st_size)
 
 
 def read_at_most(file: IO[bytes], most_bytes: int) -> bytes:
-    """Return all bytes of a file. If it is longer than `most_bytes`, return only the beginning, but
-    more than `most_bytes` bytes, so that the caller can detect that the limit is exceeded.
+    """Return all bytes of a file. If the file is longer than `most_bytes`, return only its
+    beginning. In this case, the result has more than `most_bytes` bytes, which shows the caller
+    that the limit is exceeded.
     """
     # Read in blocks, because a single read of `most_bytes` would allocate that much memory even for
     # a tiny file.
@@ -363,9 +364,9 @@ def open_compressed(path: Path) -> IO[bytes]:
     """Open a file for reading, decompressed according to its suffix (.gz, .bz2, .xz, .zst).
 
     Raises:
-        OSError: the file can't be opened. Also raised by later reads if the file is damaged, or
-            decompresses to an implausible size for text (see `require_unpacked_size`).
-        EOFError: raised by later reads if the file is truncated.
+        OSError: the file can't be opened. Reading the file also raises this error if the file is
+            damaged, or decompresses to an implausible size for text (see `require_unpacked_size`).
+        EOFError: the file is truncated. This error is raised while the file is read.
         MissingDependencyError: the package for .zst files is not installed.
     """
     suffix = path.suffix.lower()
@@ -410,8 +411,8 @@ class _ChunkFile(io.RawIOBase):
 
 
 def _bounded(chunks: Iterator[bytes], path: Path) -> Iterator[bytes]:
-    """Yield `chunks`, the decompressed content of the file at `path`, and enforce
-    `require_unpacked_size`.
+    """Yield `chunks`, which are the decompressed content of the file at `path`. Call
+    `require_unpacked_size` for each chunk, to reject a file with an implausible size.
     """
     total = 0
     try:
@@ -474,7 +475,7 @@ _COMPRESSED_BYTES = 1 << 16
 
 
 class Compressor(Protocol):
-    """Interface of the compressors in zlib and lzma."""
+    """Interface of the compressor objects of zlib and lzma."""
 
     def compress(self, data: bytes, /) -> bytes: ...
 

@@ -51,7 +51,7 @@ from firstlight.errors import DataError
 from firstlight.tokenizer.messages import LOST
 
 LongPolicy = Literal["refuse", "drop", "cut"]
-#: How text is divided into rows: "stream" concatenates all documents and splits the result;
+#: Method of dividing text into rows. "stream" concatenates all documents and splits the result.
 #: "document" packs whole documents into rows.
 RowAlignment = Literal["stream", "document"]
 
@@ -59,19 +59,20 @@ RowAlignment = Literal["stream", "document"]
 _SHOWN_FILES = 5
 #: Maximum number of unused fields listed in a message.
 _SHOWN_FIELDS = 10
-#: Name of the file with the origin (file and line) of each example in a split, one per line.
+#: Name of the file that lists where each example of a split was read from. Each line contains the
+#: file and line of one example.
 ORIGINS_NAME = "{split}-examples.txt"
 
 
 @dataclass(frozen=True)
 class Packing:
-    """Packed rows of a split for one row length. In preference data, "example" refers to a pair
-    here.
+    """Packed rows of a split for one row length. In this class, an "example" of preference data is
+    a pair.
 
     Attributes:
         examples: indices of the examples in all rows, row by row, int64 [examples].
-        starts: index in `examples` of each row's first example, followed by the number of examples,
-            [rows + 1].
+        starts: index in `examples` of each row's first example, followed by the total number of
+            examples, [rows + 1].
         num_labels: number of labels per epoch.
         num_inputs: total number of positions that examples occupy in all rows.
         dropped: number of examples dropped because they are longer than a row.
@@ -91,7 +92,9 @@ class Packing:
         return len(self.starts) - 1
 
     def row(self, index: int) -> list[int]:
-        """Return the indices of the examples (for preference data, of the pairs) of a row."""
+        """Return the indices of the examples in a row. For preference data, return the indices of
+        the pairs.
+        """
         return list(map(int, self.examples[self.starts[index] : self.starts[index + 1]]))
 
     @property
@@ -123,13 +126,14 @@ def pack_best_fit(
         capacity: length of a row.
 
     Returns:
-        (indices of the items in all rows, row by row, int64 [items]; position of each row's first
-        item in this array, followed by the number of items, int64 [rows + 1])
+        Two arrays. The first one contains the indices of the items in all rows, row by row, int64
+        [items]. The second one contains the position of each row's first item in the first array,
+        followed by the number of items, int64 [rows + 1].
     """
     order = np.argsort(-lengths, kind="stable")
     rows: list[list[int]] = []
     rows_of_room: dict[int, list[int]] = {}
-    rooms: list[int] = []  # Keys of `rows_of_room`, ascending.
+    rooms: list[int] = []  # Keys of `rows_of_room` in ascending order.
     for item in order.tolist():
         length = int(lengths[item])
         assert 1 <= length <= capacity
@@ -158,14 +162,15 @@ class ExampleDataset(TokenDataset):
 
     Args:
         folder, split, verify: see `TokenDataset`.
-        long: handling of an example longer than a row: "refuse" raises an error, "drop" drops the
-            example, and "cut" truncates it (or drops it if no label would remain).
+        long: how to handle an example that is longer than a row. "refuse" raises an error, and
+            "drop" drops the example. "cut" truncates the example, or drops it if no label would
+            remain.
 
     Attributes:
         lengths: number of tokens of each example, int64 [examples].
         num_labels: number of labels in all examples.
-        together: number of adjacent examples that always share a row, called a unit in this module:
-            1, or 2 for preference pairs.
+        together: number of adjacent examples that always share a row. It is 2 for preference pairs,
+            and otherwise 1. These examples together are called a unit in this module.
 
     Raises:
         DataError: see `TokenDataset`; also raised if the folder contains text.
@@ -203,14 +208,16 @@ class ExampleDataset(TokenDataset):
             )
 
     def example(self, index: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
-        """Return (tokens, int64 [N]; loss mask, bool [N]) for an example of N tokens."""
+        """Return the tokens, int64 [N], and the loss mask, bool [N], of the example at `index`,
+        which has N tokens.
+        """
         start, stop = int(self._offsets[index]), int(self._offsets[index + 1])
         shard = int(np.searchsorted(self._starts, start, side="right")) - 1
         base = self._starts[shard]
         return self[start:stop], self._shards[shard].loss_mask(start - base, stop - base)
 
     def origin(self, index: int) -> str:
-        """Return the file and line of an example, for messages."""
+        """Return the file and line of an example, for use in messages."""
         path = self.folder / ORIGINS_NAME.format(split=self.split)
         try:
             with open(path, encoding="utf-8") as file:
@@ -232,8 +239,8 @@ class ExampleDataset(TokenDataset):
         return self._packings[seq_len]
 
     def _packed(self, seq_len: int) -> Packing:
-        # Number of positions that each unit (an example, or both examples of a pair) takes in a
-        # row.
+        # Number of positions that each unit takes in a row. A unit is an example or, for preference
+        # data, both examples of a pair.
         sizes = (self.lengths - 1).reshape(-1, self.together).sum(1)
         long = np.flatnonzero(sizes > seq_len)
         if len(long) and self.long == "refuse":
@@ -397,19 +404,20 @@ class PreferenceDataset(ExampleDataset):
 
 # Text in rows that start at document boundaries
 
-#: Number of pieces that are packed at a time. Packing this many takes a fraction of a second, and
-#: larger blocks would not fill the rows better.
+#: Number of pieces that are packed at a time. Packing this many pieces takes a fraction of a
+#: second, and packing more of them at a time would not fill the rows better.
 _BLOCK = 1 << 16
 
 
 @dataclass(frozen=True)
 class AlignedRows:
-    """Packed rows of a text split, stored as arrays with one element per piece, in row order.
+    """Packed rows of a text split. Each row consists of pieces of documents. The arrays contain one
+    element for each piece, in the order of the rows.
 
     Attributes:
         labels: position in the stream of each piece's first label, int64 [pieces].
         lengths: number of positions in each piece, int64 [pieces].
-        opens: True for a piece that begins a document, bool [pieces].
+        opens: mask that is True for each piece at the beginning of a document, bool [pieces].
         starts: index of each row's first piece, followed by the number of pieces, int64 [rows + 1].
     """
 
@@ -450,7 +458,9 @@ def align_rows(
 
 
 def _pack(lengths: npt.NDArray[np.int64], seq_len: int) -> npt.NDArray[np.int64]:
-    """Pack pieces with these lengths, int64 [pieces]. Return each piece's row, int64 [pieces]."""
+    """Pack pieces into rows. The argument contains the length of each piece, int64 [pieces]. Return
+    the index of each piece's row, int64 [pieces].
+    """
     rows = np.empty(len(lengths), dtype=np.int64)
     whole = lengths == seq_len
     count = int(whole.sum())
@@ -564,8 +574,8 @@ def open_split(
 
 
 def _left_out(folder: Path, documents: Mapping[str, Any]) -> Iterator[str]:
-    """Yield one message for each reason why records were rejected. It lists the affected files and
-    shows the first rejected record.
+    """Yield one message for each reason why records were rejected. Each message lists the affected
+    files and shows the first rejected record.
 
     Args:
         folder: the prepared folder.
@@ -623,7 +633,7 @@ def chat_notes(folder: Path, manifest: Mapping[str, Any]) -> Iterator[str]:
 
 
 def kind_of(manifest: Mapping[str, Any]) -> Kind:
-    """Return the kind of data in the prepared folder with this manifest."""
+    """Return the kind of data in a prepared folder, given the folder's manifest."""
     if manifest["version"] != LABELLED_VERSION:
         return "text"
     return "preference" if manifest.get("pairs") is True else "chat"

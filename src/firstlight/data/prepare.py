@@ -65,8 +65,9 @@ from firstlight.tokenizer import Tokenizer
 from firstlight.tokenizer.formats import cut_long
 
 Engine = Literal["local", "ray"]
-#: Function that returns the split for the text of a document. "tail" holds out only the last part
-#: of the document, of size `val_fraction`. None rejects the document as a duplicate.
+#: Function that returns the split to which a document is assigned, given the document's text. If it
+#: returns "tail", only the last part of the document is held out for validation, and `val_fraction`
+#: is the size of this part. If it returns None, the document is dropped as a duplicate.
 SplitOf = Callable[[str], Literal["train", "val", "tail"] | None]
 
 #: A corpus with fewer bytes than this is encoded in the calling process, because starting
@@ -77,8 +78,8 @@ _SMALL_CORPUS_BYTES = 16 << 20
 _LOOKAHEAD_CHARACTERS = 1 << 28
 #: Prefix of an input that requests random tokens.
 _RANDOM_PREFIX = "random:"
-#: Number of random tokens per document, including separators; the last document of a split may be
-#: shorter.
+#: Number of tokens in a document of random tokens, including separators. The last document of a
+#: split may be shorter.
 _DOCUMENT_TOKENS = 1024
 
 
@@ -101,28 +102,29 @@ def prepare(
     overwrite: bool = False,
     shard_tokens: int = 100_000_000,
     progress: bool = False,
+    expected_bytes: int | None = None,
 ) -> dict[str, Any]:
     """Write a corpus as token shards to the `out` folder and return the manifest.
 
     Args:
         inputs: INPUTs (see `find_sources`), or sources returned by `find_sources`. The INPUT
-            "random:TOKENS[:SEED]" can't be combined with others.
+            "random:TOKENS[:SEED]" can't be combined with any other INPUT.
         tokenizer: a tokenizer, or a folder or file that contains one.
         out: the folder to write.
         val_fraction: fraction of the text (in bytes) to hold out for validation, in whole
             documents. If there are fewer than 1/val_fraction documents, the end of each document is
             held out instead.
         split_of: see `SplitOf`; None splits only by `val_fraction`.
-        workers: number of encoding processes; None selects it automatically. With more than one,
-            each process imports the caller's script, which must therefore use `if __name__ ==
-            "__main__":`.
+        workers: number of encoding processes; None selects it automatically. With more than one
+            process, each process imports the caller's script, which must therefore use `if __name__
+            == "__main__":`.
         engine: "local" to encode in `workers` processes, "ray" to encode on a Ray cluster.
         ray_address: address of the Ray cluster; None lets Ray choose.
         text_key: name of the text field in JSONL lines, tables and datasets.
         max_documents: maximum number of documents to read; None means no limit.
-        max_tokens: maximum number of tokens, including separators. The fraction `val_fraction` of
-            them is for validation. The last document of each split is truncated at a character
-            boundary. None means no limit.
+        max_tokens: maximum number of tokens, including separators. `val_fraction` is the fraction
+            of these tokens that is used for validation. The last document of each split is
+            truncated at a character boundary. None means no limit.
         val_inputs: INPUTs whose documents form the validation split. If they are specified, no part
             of `inputs` is held out, and documents that also occur in `val_inputs` are excluded from
             training. `max_documents` and `max_tokens` apply only to `inputs`.
@@ -133,6 +135,8 @@ def prepare(
         overwrite: True to replace `out` if it is a prepared corpus.
         shard_tokens: number of tokens after which a new shard begins.
         progress: True to show a progress bar on stderr.
+        expected_bytes: approximate size of the text in bytes, for the progress bar; None to use the
+            size of the files if they are uncompressed text.
 
     Raises:
         InputError, TokenizerError: an input or the tokenizer can't be read, or the inputs contain
@@ -151,7 +155,7 @@ def prepare(
     require_one_split(val_inputs, val_fraction)
     if not 0 <= val_fraction < 1:
         raise ConfigError(f"val_fraction must be at least 0 and below 1, not {val_fraction}")
-    # Use the exact value of the decimal number, because a binary float is only an approximation.
+    # Use the exact value of the decimal fraction, because a binary float only approximates it.
     fraction = Fraction(0) if val_inputs else Fraction(str(val_fraction))
     out, drawn = Path(out).expanduser(), requested_tokens(inputs)
     names, sources = ([], []) if drawn else _sources_of(inputs, as_is=as_is)
@@ -182,7 +186,16 @@ def prepare(
         )
         sources = without(sources, held_out)
         marks = {source: mark_of(source) for source in [*sources, *held_out]}
-        preparation.run(sources, text_key, encode, progress=progress, held_out=held_out)
+        if expected_bytes is None and not (max_documents or max_tokens):
+            expected_bytes = text_bytes([*sources, *held_out])
+        preparation.run(
+            sources,
+            text_key,
+            encode,
+            progress=progress,
+            expected_bytes=expected_bytes,
+            held_out=held_out,
+        )
         if changed := [source.name for source, mark in marks.items() if mark_of(source) != mark]:
             more = f" and {len(changed) - 1:,} more" if len(changed) > 1 else ""
             say(
@@ -199,10 +212,12 @@ def prepare(
 def _sources_of(
     inputs: Sequence[str | Path | DataSource], *, as_is: bool
 ) -> tuple[list[str | Path], list[DataSource]]:
-    """Return (inputs that are not yet sources, sources of all inputs)."""
+    """Resolve inputs to sources. Return the inputs that had to be resolved, and the sources of all
+    inputs.
+    """
     names = [one for one in inputs if not isinstance(one, DataSource)]
     sources = [one for one in inputs if isinstance(one, DataSource)]
-    if names or not sources:  # Without inputs, this call raises the error.
+    if names or not sources:  # This call raises an error if there are no inputs.
         sources += find_sources(names, as_is=as_is)
     return names, sources
 
@@ -242,7 +257,9 @@ def _encoder(
 
 
 def look_ahead(documents: Iterator[Record], fraction: Fraction) -> tuple[bool, Iterator[Record]]:
-    """Return (True if there are at least 1/fraction documents, an iterator over all documents)."""
+    """Determine whether there are enough documents to hold out a fraction of them. Return True if
+    there are at least 1/fraction documents, and an iterator over all documents.
+    """
     wanted = math.ceil(1 / fraction) if fraction else 0
     seen: list[Record] = []
     characters = 0
@@ -256,7 +273,7 @@ def look_ahead(documents: Iterator[Record], fraction: Fraction) -> tuple[bool, I
 
 
 class _Preparation:
-    """State of one run of `prepare`.
+    """The state of one call of `prepare`.
 
     Documents are numbered from 1 in reading order, skipping rejected documents.
     """
@@ -280,13 +297,13 @@ class _Preparation:
         #: Number of documents read so far (`accepted`), number of documents written so far
         #: (`written`), and position of the last written document in reading order (`last_written`).
         self.accepted = self.written = self.last_written = 0
-        #: Documents that were changed while they were read and have not been written yet: document
-        #: number -> (file, keys of the changes).
+        #: Documents that were changed while they were read and have not been written yet. Document
+        #: numbers are mapped to (file, names of the changes).
         self.changed: dict[int, tuple[str, tuple[str, ...]]] = {}
         self.changes = ChangeCounts()
         #: Rejected records that have not been counted yet, each with the number of the document
-        #: before it. Used only with `max_tokens`: rejected records after the last written document
-        #: must not be counted, because the manifest would then depend on how far documents are read
+        #: before it. Used only with `max_tokens`. Rejected records after the last written document
+        #: must not be counted. Otherwise, the manifest would depend on how far documents are read
         #: ahead.
         self.waiting: deque[tuple[int, Record, BadRecordError]] = deque()
         self.split_by = "none"
@@ -299,13 +316,14 @@ class _Preparation:
         encode: Encode,
         *,
         progress: bool,
+        expected_bytes: int | None = None,
         held_out: Sequence[DataSource] = (),
     ) -> None:
         """Write all documents.
 
         Args:
             sources: the sources of the text.
-            text_key, progress: see `prepare`.
+            text_key, progress, expected_bytes: see `prepare`.
             encode: function that encodes pieces of text and keeps their order.
             held_out: sources of validation text. If there are none, part of the training text is
                 held out.
@@ -329,10 +347,7 @@ class _Preparation:
             # removed.
             closing(encode(self._pieces(documents, validation))) as encoded,
         ):
-            total = None
-            if not (self.max_documents or self.max_tokens):
-                total = text_bytes([*sources, *held_out])
-            task = bar.add_task("tokenizing", total=total, done="")
+            task = bar.add_task("tokenizing", total=expected_bytes, done="")
             parts: list[TokenArray] = []
             for piece, tokens in self._within_limits(encoded):
                 parts.append(tokens)
@@ -358,7 +373,7 @@ class _Preparation:
             raise InputError(f"the inputs contain no text to train on {beside}")
 
     def finish(self, unread: Sequence[Path]) -> dict[str, Any]:
-        """Finish the folder and return its manifest.
+        """Write the remaining files of the prepared folder, and return the manifest.
 
         Args:
             unread: files in the inputs that were not read because their type is not supported.
@@ -380,7 +395,7 @@ class _Preparation:
     def _accepted(
         self, records: Iterable[Record], most: int | None = None
     ) -> Generator[Record, None, None]:
-        """Yield the records that can be read, up to `most` of them."""
+        """Yield at most `most` records, without those that can't be read."""
         for number, record in enumerate(self._readable(records), start=1):
             yield record
             # Check before reading the next record, which may require a download.
@@ -398,8 +413,8 @@ class _Preparation:
             yield record
 
     def _reject(self, record: Record, error: BadRecordError) -> None:
-        """Count a record as rejected. With `max_tokens`, it is not counted until a later document
-        has been written.
+        """Count a record as rejected. If there is a `max_tokens` limit, the record is not counted
+        until a later document has been written.
         """
         if self.max_tokens is None:
             self.writer.reject(record, error)
@@ -443,8 +458,8 @@ class _Preparation:
         """Assign each document to a split, divide long documents into pieces, and yield all pieces.
 
         Args:
-            documents: documents for training, of which some may be held out.
-            held_out: documents for validation, which are processed first.
+            documents: training documents, some of which may be held out for validation.
+            held_out: validation documents, which are processed before the training documents.
         """
         assigned = self._assigned(documents, held_out)
         cuttable = self.tokenizer.encodes_in_pieces
@@ -511,7 +526,7 @@ class _Preparation:
 
 
 def separators_of(tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
-    """Return (token ids added before each document, token ids added after each document)."""
+    """Return the token ids added before each document and the token ids added after it."""
     before = [tokenizer.bos_token_id] if tokenizer.add_bos else []
     after = [tokenizer.eos_token_id]
     return [i for i in before if i is not None], [i for i in after if i is not None]
@@ -548,14 +563,14 @@ def within_tokens(
     Args:
         encoded: each piece with its tokens, in order.
         max_tokens: maximum number of tokens in both splits together, including separators.
-        val_fraction: fraction of `max_tokens` for the validation split; 0 means that the validation
-            split has no limit.
+        val_fraction: fraction of `max_tokens` that is used for the validation split; 0 means that
+            the validation split has no limit.
         separators: number of separator tokens (bos, eos) added to each document.
         encode: function that returns the token ids of a string.
 
     Yields:
-        (piece, tokens). The document that exceeds the limit of its split is truncated at the limit,
-        and its last piece has `last` set. All later documents of the split are skipped.
+        (piece, tokens). If a document exceeds the limit of its split, it is truncated at the limit,
+        and `last` is set in its last piece. All later documents of the split are skipped.
 
     Raises:
         ConfigError: `max_tokens` leaves no room for text besides the separators of one document.
@@ -714,8 +729,8 @@ def _random_documents(
     tokenizer: Tokenizer,
     generator: np.random.Generator,
 ) -> Iterator[npt.NDArray[np.int64]]:
-    """Yield documents of random token ids, int64 [tokens of the document], until they have `count`
-    tokens in total.
+    """Yield documents that consist of random token ids, int64 [tokens]. Stop when the documents
+    have `count` tokens in total.
 
     Args:
         count: total number of tokens, including separators.

@@ -80,14 +80,16 @@ RECORD_SUFFIXES = (*LINES_SUFFIXES, *_JSON_SUFFIXES, *TABLE_SUFFIXES, ".parquet"
 #: is rejected because it can only be parsed as a whole.
 _MAX_LINE_BYTES = 64 << 20
 _MAX_JSON_BYTES = 4 << 30
-#: Maximum number of lists and objects in a JSON document, because each of them takes at least 64
-#: bytes of memory. In a long document, the limit is one list or object per `_VALUE_BYTES` bytes.
+#: Maximum number of lists and objects in a JSON document. It is limited because each list or object
+#: takes at least 64 bytes of memory. In a long document, the limit is one list or object per
+#: `_VALUE_BYTES` bytes.
 _MAX_VALUES, _VALUE_BYTES = 1_000_000, 8
 #: Number of bytes at the beginning of a JSON file from which `kind_of_records` detects its kind.
 _JSON_HEAD_BYTES = 1 << 20
-#: Number of bytes that each rejected document uses up of the limit `DataSource.most_bytes`.
+#: Number of bytes by which each rejected document counts towards the limit `DataSource.most_bytes`.
 _REJECTED_BYTES = 1000
-#: Text in which a single character makes up more than this fraction is useless for training.
+#: Maximum fraction of the text that a single character can make up. Text in which the fraction is
+#: larger is useless for training.
 COMMON_SHARE = 0.999
 
 #: Number of records at the beginning of a source from which its kind is detected. More than one is
@@ -122,8 +124,8 @@ class Record(NamedTuple):  # A named tuple is four times as fast to create as a 
             the record.
         value: the JSON value of a record, or the text of a document; None if there is an error.
         error: the reason why the record can't be read, or None.
-        is_line: True if `line` is a line in the file, False if it is the number of a record.
-        changes: keys of the changes that `cleaning` made to the text.
+        is_line: True if `line` is a line number, False if it is the number of a record.
+        changes: names of the changes that were made while the text was cleaned (see `cleaning`).
     """
 
     origin: str
@@ -153,7 +155,7 @@ def find_records(inputs: Sequence[str | Path]) -> list[DataSource]:
     return [*sources, *(find_sources(written, (".txt",)) if written else ())]
 
 
-#: Words in the names of files and folders that indicate a split, with the split that they indicate.
+#: Words that indicate a split if they occur in the name of a file or folder, mapped to that split.
 _SPLITS = dict.fromkeys(("train", "training"), "train")
 _SPLITS |= dict.fromkeys("valid validation validate val dev eval evaluation".split(), "val")
 _SPLITS |= dict.fromkeys(("test", "testing"), "test")
@@ -166,7 +168,7 @@ class Splits(NamedTuple):
 
     Attributes:
         train, val: sources of the training and validation splits; `val` is empty if part of `train`
-            is to be held out.
+            should be held out.
         test: files of test data, which are not read.
         note: message about files that are not used for training because of their names; "" if there
             are no such files.
@@ -250,7 +252,7 @@ def read_records(
 
     Args:
         text_key: name of the text field if only text is needed; None if complete records are
-            needed. With a text field, text files are also read, a blank line is treated as a bad
+            needed. If it is specified, text files are also read, a blank line is treated as a bad
             record, and a line can be as long as `largest_document`.
 
     Raises:
@@ -363,7 +365,7 @@ def kind_of_records(
 
 
 def _kind_of(values: Sequence[Any], text_key: str) -> Literal["chat", "preference"] | None:
-    """Return the most common kind among these records, which are the first ones of a source."""
+    """Return the most common kind of data among the first records of a source."""
     kinds: list[Literal["chat", "preference"] | None] = []
     for value in values:
         if is_messages(value):
@@ -472,8 +474,8 @@ def _records_in(value: Any, *, is_inner: bool = False) -> list[Any]:
 
 
 def _with_shared(value: dict[str, Any], records: list[Any]) -> list[Any]:
-    """Return the records of a file. A record without a system message or tools gets those that the
-    file contains once for all records.
+    """Return the records of a file. If the file specifies a system message or tools for all
+    records, add them to each record that does not contain its own.
     """
     kinds: tuple[tuple[Sequence[str], type], ...] = ((SYSTEM_FIELDS, str), (TOOLS, object))
     for fields, kind in kinds:
@@ -505,7 +507,7 @@ def _rows_of_columns(value: dict[str, Any]) -> list[Any]:
     return [dict(zip(value, row, strict=True)) for row in zip(*columns, strict=True)]
 
 
-#: Fields that can only belong to a single conversation.
+#: Fields that occur only in records with a single conversation.
 _CONVERSATION_IDS = frozenset(
     "id conversation_id conv_id dialog_id dialogue_id chat_id session_id thread_id".split()
 )
@@ -592,7 +594,7 @@ def read_documents(
 
 def with_words(documents: Iterable[Record]) -> Generator[Record, None, None]:
     """Yield the documents, and raise an error if they consist almost entirely of one repeated
-    character. Characters are no longer counted once enough different ones have been found.
+    character. Counting stops as soon as enough different characters have been found.
 
     Raises:
         InputError: at least 99.9% of the text is the same character.
@@ -611,7 +613,7 @@ def with_words(documents: Iterable[Record]) -> Generator[Record, None, None]:
 
 
 def one_character(character: str, share: float) -> str:
-    """Return the message about text that consists almost entirely of one repeated character."""
+    """Return the error message for text that consists almost entirely of one repeated character."""
     return (
         f"{share:.1%} of the text is the single character {character!r}, which is useless for "
         "training: use text with words"
@@ -651,7 +653,7 @@ def _documents_of(
     if not marks and (transcript := transcript_of(text)) is not None:
         marks = (f"{TRANSCRIPT}{transcript.name}",)
     parts = [(text, record.changes + marks)]
-    # The text of a text file has already been split at separators.
+    # Text files have already been split at separators.
     if "<" in text and not holds_one_document(source):
         found = split_documents([text.encode("utf-8")])
         parts = [((one.content or b"").decode("utf-8"), one.changes + marks) for one in found]
@@ -696,11 +698,11 @@ def digest_of(text: str) -> bytes:
 
 
 def nothing_read(rejected: Counter[str], first: str) -> str:
-    """Return the message about inputs that do not contain any usable document.
+    """Return the error message for inputs in which no usable document was found.
 
     Args:
         rejected: number of rejected documents for each reason.
-        first: position of the first rejected document, and the reason for its rejection.
+        first: description of where the first rejected document is, and why it was rejected.
     """
     if not rejected:
         return "the corpus is empty: the inputs contain no documents"
@@ -775,7 +777,7 @@ def _parsed(line: bytes, path: Path, origin: str, number: int, prefix: str) -> R
 
 
 def _require_few_values(content: bytes) -> None:
-    """Reject JSON whose parsed value would take far more memory than its text.
+    """Reject a JSON document whose parsed value would take far more memory than its text.
 
     Raises:
         ValueError: the content has too many lists and objects.

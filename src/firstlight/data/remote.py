@@ -3,7 +3,7 @@
 Any protocol that fsspec supports can be used, such as s3://BUCKET/FOLDER, gs://,
 hf://datasets/OWNER/NAME/FOLDER, https://HOST/FOLDER and file://. Credentials and endpoints are
 configured in the same way as for the protocol's own tools (AWS_ACCESS_KEY_ID, AWS_ENDPOINT_URL,
-`gcloud auth`, HF_TOKEN; FSSPEC_S3_ANON=true for public buckets).
+`gcloud auth`, HF_TOKEN). For public S3 buckets, set FSSPEC_S3_ANON=true.
 
 Each corpus has its own folder in the data/ folder of the cache (see `files.cache`), named after the
 hash of its URL and manifest. A corpus that is prepared again therefore gets a new folder. Files are
@@ -58,7 +58,7 @@ _TOKENIZER_FILES = ("tokenizer_config.json", "tokenizer.json")
 #: Maximum size of a tokenizer file in bytes; the largest known tokenizer.json is 40 MB.
 _MAX_TOKENIZER_BYTES = 1 << 28
 _CHUNK_BYTES = 1 << 20
-#: Delays before the second, third and fourth attempt, in seconds.
+#: Delays before the second, third and fourth attempt to download a file, in seconds.
 _WAITS_SECONDS = (1.0, 4.0, 15.0)
 _LOCK_NAME = ".lock"
 #: Options that make fsspec read a file as one stream (`block_size=0`) and, for HTTP, without
@@ -80,7 +80,7 @@ _Entry: TypeAlias = dict[str, Any]
 
 
 def is_url(location: str | Path) -> bool:
-    """Return True if `location` is a URL, False if it is a path."""
+    """Return True if `location` is a URL, and False if it is a path."""
     return _URL.match(str(location)) is not None
 
 
@@ -107,7 +107,7 @@ def local_folder(
         DataError: the URL is invalid, there is no prepared corpus at the URL, or the corpus could
             not be downloaded completely in several attempts.
         MissingDependencyError: the protocol's package is not installed.
-        StorageError: the cache can't be written, or the disk is too small.
+        StorageError: the cache can't be written, or the disk does not have enough space.
     """
     if not is_url(location):
         return Path(location).expanduser()
@@ -289,7 +289,7 @@ def _wanted(url: str, manifest: dict[str, Any], splits: Sequence[str] | None) ->
 
 def _missing(folder: Path, wanted: Sequence[_Entry], verify: bool) -> list[_Entry]:
     """Return the wanted shards that are missing from the folder or do not match their manifest
-    entry. The size is always compared, the SHA-256 only if `verify` is True.
+    entry. The size is always checked, but the SHA-256 is checked only if `verify` is True.
     """
 
     def is_there(file: _Entry) -> bool:

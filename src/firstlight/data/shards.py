@@ -60,7 +60,7 @@ import numpy.typing as npt
 
 from firstlight.data.conversations import BadRecordError
 from firstlight.data.records import Record
-from firstlight.data.sources import by_ending
+from firstlight.data.sources import by_ending, unread_lines
 from firstlight.errors import ConfigError, DataError, InputError, describe_os_error
 from firstlight.files.atomic import (
     read_json_object,
@@ -94,20 +94,21 @@ _SHARD_FIELDS = {"file": str, "tokens": int, "bytes": int, "sha256": str}
 TokenArray = npt.NDArray[np.uint16] | npt.NDArray[np.uint32]
 
 #: Size of a block in bytes. A block is small because the checksum of the entire block must be
-#: computed to read a single token (13 µs at 5 GB/s, the speed of zlib's CRC-32 with carry-less
-#: multiplication). It is large enough for the checksums of 100 GB to fit into 12 MB of memory.
+#: computed to read a single token. This takes 13 µs at 5 GB/s, the speed of zlib's CRC-32 with
+#: carry-less multiplication. It is large enough for the checksums of 100 GB to fit into 12 MB of
+#: memory.
 BLOCK_BYTES = 1 << 16
 #: Number of document offsets that are checked at a time when a shard is opened.
 _OFFSETS_AT_ONCE = 1 << 17
-#: One out of this many document offsets is kept in memory. The offsets in between are read when
-#: they are needed.
+#: Distance between the document offsets that are kept in memory. The offsets in between are read
+#: from the file when they are needed.
 _OFFSETS_HELD = 512
 #: Number of tokens of a shard that are checked against the vocabulary at a time.
 _CHECKED_AT_ONCE = 1 << 17
 
 
 def token_dtype(vocab_size: int) -> np.dtype[Any]:
-    """Return uint16 if it can represent every id below `vocab_size`, otherwise uint32."""
+    """Return uint16 if it can represent all ids below `vocab_size`, otherwise return uint32."""
     return np.dtype("<u2") if vocab_size <= 1 << 16 else np.dtype("<u4")
 
 
@@ -251,14 +252,15 @@ def _opened(path: Path) -> int:
 
 
 class Shard:
-    """A shard: its header, tokens, document offsets and loss mask.
+    """A shard file, which contains a header, tokens, document offsets and, for conversations, a
+    loss mask.
 
     Every method that reads raises a DataError if the file was changed or truncated since it was
     opened.
 
     Args:
         path: file of the shard.
-        version: the version that the shard must have.
+        version: the format version that the shard must have.
         sha256: the hexadecimal SHA-256 that the file must have; None to skip verification.
 
     Attributes:
@@ -296,15 +298,18 @@ class Shard:
         self._held_offsets = np.empty(0, dtype=np.uint64)
 
     def tokens(self, start: int = 0, stop: int | None = None) -> TokenArray:
-        """Return the token ids `start:stop`, read-only [stop - start]. As with any slice, the
-        result is shorter if `stop` is beyond the end."""
+        """Return the token ids `start:stop` as a read-only array, [stop - start]. As with any
+        slice, the result is shorter if `stop` is beyond the end.
+        """
         stop = self.num_tokens if stop is None else min(stop, self.num_tokens)
         at = HEADER.size
         data = self.file.read(at + start * self.itemsize, at + stop * self.itemsize)
         return np.frombuffer(data, dtype=f"<u{self.itemsize}")
 
     def offsets(self, start: int = 0, stop: int | None = None) -> npt.NDArray[np.uint64]:
-        """Return elements `start:stop` of the D + 1 document offsets, read-only [stop - start]."""
+        """Return elements `start:stop` of the D + 1 document offsets, [stop - start]. The array is
+        read-only.
+        """
         stop = self.num_documents + 1 if stop is None else min(stop, self.num_documents + 1)
         data = self.file.read(self._offsets_at + start * 8, self._offsets_at + stop * 8)
         return np.frombuffer(data, dtype="<u8")
@@ -332,7 +337,7 @@ class Shard:
 
     def check_documents(self) -> None:
         """Check that the document offsets begin with 0, never decrease and end with N. Keep one out
-        of `_OFFSETS_HELD` offsets in memory for `documents_before`.
+        of every `_OFFSETS_HELD` offsets in memory for `documents_before`.
 
         Raises:
             DataError: the offsets are damaged.
@@ -360,7 +365,7 @@ def open_shard(
     Args:
         folder: the prepared folder.
         entry: the shard's entry in the manifest.
-        version: version of the folder.
+        version: format version of the folder.
         vocab_size: number of token ids of the tokenizer.
         verify: True to check all bytes against the sha256 of the entry, and all ids against the
             vocabulary.
@@ -397,7 +402,7 @@ def require_known(tokens: npt.NDArray[Any], vocab_size: int, where: str) -> None
     Args:
         tokens: token ids, of any integer dtype.
         vocab_size: number of token ids of the tokenizer.
-        where: description of the tokens, for the error message.
+        where: description of the tokens, used in the error message.
 
     Raises:
         DataError: an id is beyond the vocabulary.
@@ -413,8 +418,8 @@ def require_known(tokens: npt.NDArray[Any], vocab_size: int, where: str) -> None
 
 
 def require_one_split(val_inputs: Sequence[object], val_fraction: float) -> None:
-    """Raise a ConfigError if both validation inputs and a non-default fraction to hold out are
-    specified.
+    """Raise a ConfigError if validation inputs are specified together with a non-default fraction
+    to hold out.
     """
     if val_inputs and val_fraction not in (0, 0.1):
         raise ConfigError(
@@ -431,8 +436,8 @@ def require_replaceable(out: Path, overwrite: bool) -> None:
         overwrite: True to allow replacing an existing prepared folder.
 
     Raises:
-        InputError: `out` exists and `overwrite` is False; or `out` is a file, or a folder that is
-            neither empty nor a prepared corpus.
+        InputError: `out` exists and `overwrite` is False. Also raised if `out` is a file, or a
+            folder that is neither empty nor a prepared corpus.
     """
     if not overwrite:
         require_free(out, "choose another --out, or add --overwrite")
@@ -558,7 +563,8 @@ class CorpusWriter:
         counts: numbers of "documents", "tokens", "text_bytes" (UTF-8 bytes) and, with `labelled`,
             "learned" (labels), keyed by split.
         rejected: number of rejected documents for each reason.
-        first_rejected: position and reason of the first rejected document, or "".
+        first_rejected: description of where the first rejected document is and why it was rejected;
+            "" if no documents were rejected.
     """
 
     def __init__(
@@ -633,15 +639,16 @@ class CorpusWriter:
         gzip_bytes: int | None = None,
         **further: Any,
     ) -> dict[str, Any]:
-        """Finish the folder and return its manifest.
+        """Write the remaining files of the prepared folder, and return the manifest.
 
         Args:
             written: number of input documents or records that were written to the shards.
-            fraction: fraction that was requested to be held out for validation.
+            fraction: requested fraction of the data to hold out for validation.
             split_by: method by which validation data was held out: "document", "tail", "example",
                 "files" or "none".
             unread: files in the inputs that were not read because their type is not supported.
-            gzip_bytes: size of the validation text in bytes after gzip -9; None if not measured.
+            gzip_bytes: size of the validation text in bytes after compression with gzip -9; None if
+                it was not measured.
             further: additional entries for the manifest.
 
         Raises:
@@ -674,7 +681,7 @@ class CorpusWriter:
             "unread_files": by_ending(unread),
         }
         if unread:
-            write_file(self.folder / UNREAD_NAME, "".join(f"{file}\n" for file in unread))
+            write_file(self.folder / UNREAD_NAME, unread_lines(unread))
         for name, content in self.tokenizer.files().items():
             write_file(self.folder / name, content)
         write_json(self.folder / MANIFEST_NAME, manifest)

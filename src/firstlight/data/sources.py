@@ -18,8 +18,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from urllib.parse import urlsplit, urlunsplit
 
-from firstlight.data.kinds import OTHER_TEXT, kind_by_ending, kind_of
-from firstlight.errors import InputError, describe_read_error, nearest
+from firstlight.data.kinds import (
+    COMPRESSED,
+    OTHER_TEXT,
+    FileKind,
+    kind_by_ending,
+    kind_of,
+    kind_of_content,
+)
+from firstlight.data.opening import head_of
+from firstlight.errors import InputError, MissingDependencyError, describe_read_error, nearest
 from firstlight.files.atomic import read_json, write_json
 
 #: Suffixes of source code (`_CODE_SUFFIXES`), and of all text files (`TEXT_SUFFIXES`). A file with
@@ -36,11 +44,13 @@ COMPRESSIONS = ("", ".gz", ".zst", ".bz2", ".xz")
 
 
 def compressed(*suffixes: str) -> tuple[str, ...]:
-    """Return each suffix, followed by its variants for compressed files."""
+    """Return a list that contains each suffix, followed by the corresponding suffixes of compressed
+    files.
+    """
     return tuple(suffix + compression for suffix in suffixes for compression in COMPRESSIONS)
 
 
-#: Suffixes of files with one record per line, and of tables.
+#: Suffixes of tables, and of files with one record per line.
 LINES_SUFFIXES, TABLE_SUFFIXES = compressed(".jsonl", ".ndjson"), compressed(".csv", ".tsv")
 #: Suffixes of files that contain several documents.
 _MANY_DOCUMENTS = (*LINES_SUFFIXES, *TABLE_SUFFIXES, ".parquet")
@@ -48,8 +58,8 @@ SUFFIXES = (*compressed(*TEXT_SUFFIXES), *_MANY_DOCUMENTS)
 #: Descriptions, for messages, of the file types that can be read as text (`READ_KINDS`) and as
 #: records (`_RECORD_KINDS`).
 READ_KINDS = (
-    "text and code with any suffix or none, .jsonl, .ndjson, .csv, .tsv (all may be compressed "
-    "as .gz, .bz2, .xz or .zst) and .parquet"
+    "plain text and code with any suffix or none, .jsonl, .ndjson, .csv, .tsv (all may be "
+    "compressed as .gz, .bz2, .xz or .zst) and .parquet"
 )
 _RECORD_KINDS = (
     ".jsonl, .ndjson, .json, .csv, .tsv (all may be compressed as .gz, .bz2, .xz or .zst), "
@@ -59,8 +69,8 @@ _RECORD_KINDS = (
 SOURCES_NAME = "sources.json"
 #: Name of the INPUT for the source code of Python's standard library.
 STANDARD_LIBRARY = "stdlib"
-#: Maximum number of suffixes, and of commands for converting files to text, that are listed in a
-#: message.
+#: Maximum number of suffixes, and maximum number of commands for converting files to text, that are
+#: listed in a message.
 _SHOWN_ENDINGS, _SHOWN_WAYS = 8, 3
 
 #: Names of folders that are not searched, because they contain files that the user did not write.
@@ -73,9 +83,10 @@ _DATASET_FILES = frozenset({"dataset_dict.json", "dataset_info.json", "state.jso
 #: Subfolders of the standard library that are not included in the `stdlib` input.
 _STDLIB_LEFT_OUT = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages"})
 
-#: Estimated bytes of text per byte of a compressed file.
+#: Estimated number of bytes of text per byte of a compressed file.
 _UNPACKED = 3.0
-#: Size in bytes up to which `limited_sources` includes a text file either completely or not at all.
+#: Maximum size of a small text file in bytes. `limited_sources` includes a small text file either
+#: completely or not at all.
 _WHOLE_BYTES = 1 << 20
 
 
@@ -99,7 +110,7 @@ class DataSource:
 
     @property
     def key(self) -> str:
-        """Key that is the same for all names of the same file or dataset."""
+        """Key that identifies the file or dataset. It is the same for all names of a file."""
         return self.name if self.path is None else str(self.path.resolve())
 
     @property
@@ -163,9 +174,9 @@ def note_on_inputs(inputs: Sequence[str | Path]) -> str:
     """Return a message about INPUTs that may not mean what the user intended, or "" if there are
     none.
 
-    There are three such cases: several INPUTs name the same file or folder; the INPUT is "stdlib",
-    and a file or folder of that name also exists; or a folder contains links to other folders,
-    which are searched only if they are INPUTs themselves.
+    There are three such cases. First, several INPUTs name the same file or folder. Second, the
+    INPUT is "stdlib", and there is also a file or folder with this name. Third, a folder contains
+    links to other folders. The linked folders are searched only if they are INPUTs themselves.
     """
     notes = []
     distinct = distinct_inputs(inputs)
@@ -225,7 +236,7 @@ def _resolve(item: str, suffixes: tuple[str, ...]) -> list[DataSource]:
 
 
 def missing_input(item: str) -> str:
-    """Return the message about an INPUT that does not exist and is not any other valid kind of
+    """Return the error message for an INPUT that does not exist and is not any other valid kind of
     INPUT.
     """
     path = Path(item).expanduser()
@@ -241,18 +252,18 @@ def missing_input(item: str) -> str:
 
 
 def url_input(item: str) -> str:
-    """Return the message about an INPUT that is a URL."""
+    """Return the error message for an INPUT that is a URL."""
     return (
         f"{item} is a URL: download it with curl -LO {shlex.quote(item)} and use the file as input"
     )
 
 
 def special_input(item: str, kind: str) -> str:
-    """Return the message about an INPUT that is a pipe, socket, device or broken link.
+    """Return the error message for an INPUT that is a pipe, socket, device or broken link.
 
     Args:
         item: the INPUT.
-        kind: the result of `special_kind`.
+        kind: type of the INPUT, as returned by `special_kind`.
     """
     text = shlex.quote(f"{Path(item).name}.txt")
     advice = "specify a file or a folder of texts"
@@ -277,22 +288,24 @@ def special_kind(path: Path) -> str:
 
 
 def _nothing_in(item: str, folder: Path, suffixes: tuple[str, ...]) -> str:
-    """Return the message about a folder without any supported files."""
+    """Return the error message for a folder without any supported files."""
     others = unread_files([folder], suffixes)
     if not others:
         return f"folder {item} contains no {_kinds(suffixes)}: add some"
     counts = by_ending(others)
     first = next(file for file in others if _unread_kind(file) == next(iter(counts)))
     what = _kinds(suffixes).partition(" (")[0]
-    there = f"folder {item} contains no {what}; it has {_counted(counts)}"
+    there = f"folder {item} contains no {what}; it has {_counted(counts, {})}"
     return f"{there}: {'add some texts' if special_kind(first) else _unread(first, suffixes)}"
 
 
 def _unread(path: Path, suffixes: tuple[str, ...]) -> str:
-    """Return the message about a file of an unsupported type, with advice on how to convert it."""
+    """Return the error message for a file of an unsupported type. It contains advice on how to
+    convert the file.
+    """
     if suffixes != SUFFIXES:
         return f"{path} has an unknown type: the supported types are {_RECORD_KINDS}"
-    kind = kind_of(path, _ending(path.name.lower()))
+    kind = _file_kind(path)
     return f"{path} is {kind.name}: {kind.advice(path)} (firstlight reads {READ_KINDS})"
 
 
@@ -308,15 +321,18 @@ def unread_files(inputs: Sequence[str | Path], suffixes: tuple[str, ...] = SUFFI
     Raises:
         InputError: a folder can't be read.
     """
-    found: set[Path] = set()
+    found: list[Path] = []
     for path in (Path(item).expanduser() for item in inputs if str(item) != STANDARD_LIBRARY):
         if path.is_dir():
-            found.update(_files_under(path))
+            found += _files_under(path)
         elif not path.exists() and any(character in str(path) for character in "*?["):
             names = glob.glob(str(path), recursive=True)
-            found.update(Path(name) for name in names if not os.path.isdir(name))
-    # Unlike `Path.resolve`, `os.path.realpath` does not raise for cyclic links.
-    others = {os.path.realpath(file): file for file in found if not _is_read(file, suffixes)}
+            found += (Path(name) for name in names if not os.path.isdir(name))
+    others: dict[str, Path] = {}
+    for file in found:
+        if not _is_read(file, suffixes):
+            # Unlike `Path.resolve`, `os.path.realpath` does not raise for cyclic links.
+            others.setdefault(os.path.realpath(file), file)
     return sorted(others.values())
 
 
@@ -377,49 +393,59 @@ def read_sources(folder: Path) -> tuple[list[str], list[str], bool]:
 
 
 def by_ending(files: Sequence[Path]) -> dict[str, int]:
-    """Count files by type, most frequent first. The type is the `special_kind` of a file or, if it
-    has none, its suffix in lower case ("" for a file without a suffix).
+    """Count files by type, most frequent first. For a special file such as a pipe, the type is the
+    result of `special_kind`. For an ordinary file, the type is its suffix in lower case, or "" if
+    it has no suffix.
     """
     counts = Counter(map(_unread_kind, files))
     return dict(sorted(counts.items(), key=lambda entry: (-entry[1], entry[0])))
 
 
 def _unread_kind(file: Path) -> str:
-    """Return the `special_kind` of an unread file or, if it is an ordinary file, its suffix."""
+    """Return the type of an unread file: the suffix of an ordinary file, or the result of
+    `special_kind` for any other file.
+    """
     return special_kind(file) or _ending(file.name.lower())
 
 
 def _ending(name: str) -> str:
-    """Return the suffix of a file name. For a compressed file, include the suffix before it, as in
-    .tar.gz.
+    """Return the suffix of a file name. For a compressed file, include the preceding suffix if it
+    is known, as in .tar.gz. In changelog.Debian.gz, for example, the suffix is only .gz.
     """
     stem, dot, last = name.rpartition(".")
     if not stem or not dot or not last.isalnum() or len(last) > 10:
         return ""
-    if f".{last}" in COMPRESSIONS and (before := _ending(stem)):
-        return f"{before}.{last}"
+    if f".{last}" in COMPRESSIONS:
+        before = _ending(stem)
+        is_known = before in (*SUFFIXES, ".json") or kind_by_ending(before) is not None
+        return f"{before}.{last}" if is_known else f".{last}"
     return f".{last}"
 
 
 def listed(unread: Mapping[str, int]) -> str:
-    """Return a description of unread files, such as "7 .pdf, 2 without a suffix", together with
-    commands for converting them to text.
+    """Return a description of unread files, such as "7 .pdf, 2 without a suffix". If a command can
+    convert files of a type to text, the type is followed by this command. Only the first few
+    commands are included.
 
     Args:
         unread: number of files of each type, as returned by `by_ending`.
     """
-    kinds = (kind_by_ending(end) for end in unread)
-    ways = [
-        kind.advice(Path(f"FILE{end}"))
-        for end, kind in zip(unread, kinds, strict=True)
-        if kind is not None and "{text}" in kind.remedy
+    ways: dict[FileKind, str] = {}
+    for end in unread:
+        kind = kind_by_ending(end)
+        if kind is not None and "{text}" in kind.remedy and len(ways) < _SHOWN_WAYS:
+            ways.setdefault(kind, end)
+    advice = {
+        end: f" ({kind.advice(Path(f'FILE{end}'), unread[end])})" for kind, end in ways.items()
+    }
+    return _counted(unread, advice)
+
+
+def _counted(counts: Mapping[str, int], advice: Mapping[str, str]) -> str:
+    shown = [
+        f"{count:,} {end or 'without a suffix'}{advice.get(end, '')}"
+        for end, count in counts.items()
     ]
-    shown = _counted(unread)
-    return f"{shown} ({'; '.join(ways[:_SHOWN_WAYS])})" if ways else shown
-
-
-def _counted(counts: Mapping[str, int]) -> str:
-    shown = [f"{count:,} {end or 'without a suffix'}" for end, count in counts.items()]
     rest = [f"{len(shown) - _SHOWN_ENDINGS} more kinds"] if len(shown) > _SHOWN_ENDINGS else []
     return ", ".join([*shown[:_SHOWN_ENDINGS], *rest])
 
@@ -435,9 +461,49 @@ def _is_read(path: Path, suffixes: tuple[str, ...]) -> bool:
     if name.endswith(suffixes):
         return True
     try:
-        return suffixes == SUFFIXES and kind_of(path, _ending(name)) is OTHER_TEXT
+        return suffixes == SUFFIXES and _file_kind(path) is OTHER_TEXT
     except OSError:
         return False
+
+
+def _file_kind(path: Path) -> FileKind:
+    """Return the type of an ordinary file whose suffix is not supported. The type of compressed
+    text, such as README.gz, is that of the uncompressed text.
+
+    Raises:
+        OSError: the file can't be read.
+    """
+    name = path.name.lower()
+    kind = kind_of(path, _ending(name))
+    if kind.name != COMPRESSED or not name.endswith(COMPRESSIONS[1:]):
+        return kind
+    inner = _ending(name.rpartition(".")[0])
+    if kind_by_ending(inner) is not None:
+        return kind
+    try:
+        content = kind_of_content(head_of(path), inner)
+    except (OSError, EOFError, MissingDependencyError):
+        return kind  # The content can't be decompressed.
+    return OTHER_TEXT if content is OTHER_TEXT else kind
+
+
+def unread_lines(files: Sequence[str | Path]) -> str:
+    """Return the lines that list the files that were not read. Each line contains the path of a
+    file, a tab, and the reason why the file was not read.
+    """
+    return "".join(f"{file}\t{_reason_unread(Path(file))}\n" for file in files)
+
+
+def _reason_unread(path: Path) -> str:
+    if special := special_kind(path):
+        return f"a {special}"
+    try:
+        # Supported text is unread only when preparing conversations.
+        if path.name.lower().endswith(SUFFIXES) or (kind := _file_kind(path)) is OTHER_TEXT:
+            return "no conversations"
+    except OSError as error:
+        return describe_read_error(error)
+    return f"{kind.name}: {kind.advice(path)}"
 
 
 def _files_under(folder: Path) -> Iterator[Path]:
@@ -465,8 +531,8 @@ def _searched(folders: Sequence[str]) -> list[str]:
 
 
 def _linked_folders(folder: str, named: Collection[str]) -> Iterator[Path]:
-    """Yield the links in a folder that point to folders other than those in `named`. `_files_under`
-    does not follow such links, because they may be cyclic.
+    """Yield the links in a folder that point to other folders, except links to the folders in
+    `named`. `_files_under` does not follow such links, because they may be cyclic.
     """
     for root, folders, _ in os.walk(folder):
         folders[:] = _searched(folders)
@@ -495,8 +561,8 @@ def holds_one_document(source: DataSource) -> bool:
 
 
 def without(sources: Sequence[DataSource], others: Sequence[DataSource]) -> list[DataSource]:
-    """Return the sources that are not in `others`. A file may have different names in the two
-    lists.
+    """Return the sources that are not in `others`. A file is recognised even if it has different
+    names in the two lists.
     """
     known = {source.key for source in others}
     return [source for source in sources if source.key not in known]
@@ -517,14 +583,15 @@ def limited_sources(
 ) -> list[DataSource]:
     """Limit sources to about `most_bytes` bytes of text in total.
 
-    If the files contain more text, an evenly spaced subset of the small text files is kept, and the
-    same fraction is read from the beginning of every other file. For a dataset, the limit is
-    `most_bytes`, because its size is unknown.
+    If the files contain more text than that, the fraction of the text to read is computed. An
+    evenly spaced subset of the small text files is kept according to this fraction, and the same
+    fraction is read from the beginning of every other file. A dataset is limited to `most_bytes`,
+    because its size is unknown.
 
     Args:
         sources: the sources to limit.
         most_bytes: number of bytes of text to read in total.
-        kept: sources that are always included and keep their own limits.
+        kept: sources that are always included, with their limits unchanged.
     """
     as_kept = {source.name: source for source in kept}
     known = [text_size(source) for source in sources]
@@ -533,8 +600,8 @@ def limited_sources(
         return [as_kept.get(source.name, source) for source in sources]
     share = min(most_bytes / total, 1.0) if total else 1.0
     limited: list[DataSource] = []
-    # For example, if the share is one fifth, every fifth small file is included, starting with the
-    # first.
+    # For example, if one fifth of the text is needed, every fifth small file is included, starting
+    # with the first.
     due = 1.0 - share
     for source, size in zip(sources, known, strict=True):
         if holds_one_document(source) and 0 < size <= _WHOLE_BYTES:
@@ -557,8 +624,8 @@ def text_size(source: DataSource) -> float:
 
 
 def text_bytes(sources: Sequence[DataSource]) -> int | None:
-    """Return the total size of the files in bytes. Return None if the size of a source differs from
-    the size of its text, as for compressed files, tables and datasets.
+    """Return the total size of the files in bytes. Return None if any source is a compressed file,
+    a table or a dataset, because its size differs from the size of its text.
     """
     plain = (*TEXT_SUFFIXES, ".jsonl")
     if all(s.path is not None and s.path.suffix in plain for s in sources):

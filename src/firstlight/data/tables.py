@@ -4,9 +4,10 @@
 In Parquet, many rows can share one stored copy of a value: either in the dictionary of a column, or
 as a common prefix of strings (DELTA_BYTE_ARRAY). A small file can therefore contain more text than
 fits in memory. The header of the first page of a column provides an upper bound on the length of a
-shared value. If it may be long, either fewer rows are read at a time, or the rows also share the
-value in memory (pyarrow's `read_dictionary`). Other columns are not read as dictionaries, because
-pyarrow would then keep all distinct strings of a row group in memory.
+shared value. If a shared value may be long, there are two options: either fewer rows are read at a
+time, or the rows also share the value in memory, with pyarrow's `read_dictionary`. Other columns
+are not read as dictionaries, because pyarrow would then keep all distinct strings of a row group in
+memory.
 """
 
 from __future__ import annotations
@@ -41,11 +42,11 @@ _BATCH_ROWS, _FEW_ROWS = 1024, 8
 _BATCH_BYTES = 1 << 24
 #: Maximum size in bytes of one column of a batch, if each row has its own copy of the value.
 _COPIED_BYTES = 1 << 26
-#: Number of bytes read from the beginning of a page header to find the type and size of the page,
-#: and size of pyarrow's read buffer in bytes.
+#: Two sizes in bytes: the number of bytes at the beginning of a page header that are read to find
+#: the type and size of the page, and the size of pyarrow's read buffer.
 _HEAD_BYTES, _BLOCK_BYTES = 32, 1 << 16
-#: Minimum number of bytes counted for each row and each list element. Both can be stored without
-#: taking any space in the file.
+#: Minimum number of bytes that are counted for each row and each list element, because a file can
+#: contain rows and list elements that take no space.
 _ROW_BYTES, _PLACE_BYTES = 16, 4
 #: Values of Parquet's `PageType`: data pages (versions 1 and 2), and dictionary pages.
 _DATA_PAGES, _DICTIONARY_PAGE = (0, 3), 2
@@ -75,14 +76,14 @@ def read_table(
     """Yield the rows of a table (RFC 4180) after its header.
 
     Args:
-        file: decompressed content of the table.
+        file: stream that contains the decompressed table.
         path: path of the file. Its suffix and the size of the file are used, and messages contain
             its name.
         text_key: the column to read; None reads all columns.
 
     Yields:
-        (line number of the row's first line; the row as {column: text}, or the reason why it is
-        rejected).
+        Pairs. The first element is the number of the row's first line. The second element is the
+        row as {column: text}, or the reason why the row is rejected.
     """
     # The csv module's limit on the length of a field applies to the entire process, not to a single
     # reader.
@@ -216,7 +217,9 @@ def _delimiter(first: str, path: Path, text_key: str | None) -> str:
 
 
 def _damage(error: csv.Error, begin: int, end: int) -> str:
-    """Return the message about a row in lines `begin` to `end` that the csv module can't read."""
+    """Return the error message for a row, in lines `begin` to `end` of the file, that the csv
+    module can't read.
+    """
     lines = f" (lines {begin} to {end})" if end > begin else ""
     if "unexpected end" in str(error):
         return f"a quote is not closed{lines}"
@@ -224,8 +227,8 @@ def _damage(error: csv.Error, begin: int, end: int) -> str:
 
 
 def _undecoded(text: str) -> int | None:
-    """Return the first byte that was not valid UTF-8, or None if there was none. Such bytes have
-    been decoded to lone surrogates (PEP 383).
+    """Return the first byte that was not valid UTF-8, or None if all bytes were valid. Invalid
+    bytes have been decoded to lone surrogates (PEP 383).
     """
     if text.isascii():
         return None
@@ -247,8 +250,8 @@ def read_parquet(
         text_key: the column to read; None reads all columns.
 
     Yields:
-        (one-based number of the row; the row as {column: value}, or the reason why it is
-        rejected).
+        Pairs. The first element is the one-based number of the row. The second element is the row
+        as {column: value}, or the reason why the row is rejected.
 
     Raises:
         InputError: the file is damaged.
@@ -333,7 +336,8 @@ def _plan(path: Path, footer: Any, columns: list[str] | None) -> tuple[int, list
         columns: the columns to read; None reads all columns.
 
     Returns:
-        (number of rows to read at a time, paths of the columns whose values are shared in memory)
+        The number of rows to read at a time, and the paths of the columns whose values are shared
+        in memory.
 
     Raises:
         InputError: the memory for a column can't be limited.
@@ -347,7 +351,7 @@ def _plan(path: Path, footer: Any, columns: list[str] | None) -> tuple[int, list
         chunks = [footer.row_group(group).column(index) for group in range(footer.num_row_groups)]
         encodings = ", ".join(sorted({name for chunk in chunks for name in chunk.encodings}))
         is_text, is_nested = leaf.physical_type == "BYTE_ARRAY", leaf.max_repetition_level > 0
-        # pyarrow can only share the values of text columns, and not if they have a DELTA encoding.
+        # pyarrow can share values only in text columns without a DELTA encoding.
         can_share = is_text and "DELTA" not in encodings
         # For each row group, compute the maximum size of a value. Then compute how many copies of
         # the largest value fit into a batch.
@@ -395,8 +399,8 @@ def _longest_shared(path: Path, chunk: Any) -> int:
         chunk: metadata of a column in a row group (`ColumnChunkMetaData`).
 
     Returns:
-        The size of the dictionary page if there is one; the size of the column for DELTA_BYTE_ARRAY
-        or if the header can't be read; 0 if rows do not share values.
+        The size of the dictionary page if there is one. Otherwise, the size of the column if its
+        encoding is DELTA_BYTE_ARRAY or the header can't be read, and 0 if rows do not share values.
     """
     offsets = (chunk.dictionary_page_offset, chunk.data_page_offset)
     with path.open("rb") as file:
@@ -417,8 +421,8 @@ def _longest_found(path: Path, column: str, group: int, page_bytes: int) -> int:
         page_bytes: size of the dictionary page in bytes.
 
     Returns:
-        The size of the longest string, or `page_bytes` if the exact number would not change the
-        plan or pyarrow does not return the complete dictionary.
+        The size of the longest string. If the exact size would not change the plan, or if pyarrow
+        does not return the complete dictionary, the result is `page_bytes`.
     """
     if not _COPIED_BYTES // _BATCH_ROWS < page_bytes <= _COPIED_BYTES // _FEW_ROWS:
         return page_bytes
@@ -437,8 +441,8 @@ def _longest_found(path: Path, column: str, group: int, page_bytes: int) -> int:
 
 
 def _page_head(head: bytes) -> tuple[int | None, int]:
-    """Return (type of a page, size of the decompressed page in bytes) from the header of the page.
-    The type is None if the header is invalid.
+    """Read the header of a page. Return the type of the page, and the size of the decompressed page
+    in bytes. The type is None if the header is invalid.
 
     The type and size are the first two fields of the Thrift struct `PageHeader`, in the compact
     protocol. Each field consists of the byte 0x15 (the next field is a 32-bit integer) and a number
@@ -480,8 +484,8 @@ def _batch_rows(batch: Any) -> list[Any]:
 
 
 def _value_bytes(column: Any, arrow: Any) -> int:
-    """Return the size of the values in a column in bytes. A string shared by several rows is
-    counted once for each row.
+    """Return the total size of the values in a column, in bytes. A string that several rows share
+    is counted once for each of these rows.
     """
     kind = column.type
     if arrow.types.is_dictionary(kind):

@@ -14,13 +14,12 @@ a few documents). See Miller, "Adding Error Bars to Evals" (2024, arXiv:2411.006
 
 from __future__ import annotations
 
-import bisect
 import itertools
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -28,6 +27,7 @@ import tokenizers
 import torch
 import torch.nn.functional as F
 
+from firstlight.console import counted
 from firstlight.data.corpus import TokenDataset
 from firstlight.data.loader import IGNORE_INDEX
 from firstlight.data.packing import kind_of
@@ -63,6 +63,7 @@ from firstlight.hardware.environment import sharing_cores
 from firstlight.lora.loading import LoadedModel
 from firstlight.methods.attention import varying_lengths
 from firstlight.tokenizer import Tokenizer
+from firstlight.tokenizer.formats import cut_long
 
 #: Minimum number of documents in a text for computing standard errors over documents instead of
 #: rows.
@@ -70,6 +71,8 @@ _MANY_DOCUMENTS = 30
 #: Maximum length of a passage in characters, and minimum length at which it ends at the next line
 #: break.
 _PASSAGE, _SHORT_PASSAGE = 320, 160
+
+IntArray: TypeAlias = npt.NDArray[np.int32]
 
 
 @dataclass(frozen=True)
@@ -81,9 +84,9 @@ class ComparedValue:
         before, after: values of the two models, each with its own standard error.
         difference: `after` minus `before`, with its paired standard error. The error is None if it
             can't be computed, because there is only one unit or the score is not a mean over items.
-        unit: kind of the units from which the paired error is computed: "documents", "rows" or
-            "items".
-        units: number of units.
+        unit: kind of the units from which the paired error is computed: "document", "row" or
+            "item".
+        units: number of units, or None for a task group.
         bytes: size of the compared text in UTF-8 bytes; None for a task.
     """
 
@@ -92,7 +95,7 @@ class ComparedValue:
     after: Metric
     difference: Metric
     unit: str
-    units: int
+    units: int | None
     bytes: int | None = None
 
     def cells(self) -> list[str]:
@@ -104,7 +107,7 @@ class ComparedValue:
             before,
             after,
             f"{'+' if self.difference.value > 0 else ''}{difference}",
-            f"{self.units:,} {self.unit}",
+            "" if self.units is None else counted(self.units, self.unit),
         ]
 
 
@@ -165,7 +168,6 @@ class ModelComparison:
         before, after: names of the models.
         same_tokenizer: True if both models encode every text as the same tokens.
         texts: bits per byte on each text.
-        total: bits per byte on all texts together; None if there are no texts.
         worse, better: passages on which the loss of the second model is higher than that of the
             first by the largest amounts, and passages on which it is lower by the largest amounts.
         tasks: scores of each task.
@@ -176,7 +178,6 @@ class ModelComparison:
     after: str
     same_tokenizer: bool
     texts: list[ComparedValue]
-    total: ComparedValue | None
     worse: list[Passage]
     better: list[Passage]
     tasks: list[ComparedValue]
@@ -189,18 +190,26 @@ class Row:
 
     Attributes:
         document: zero-based number of the document in its text.
-        segments: the segments, as strings.
-        ids: token ids of each model.
-        counts: for each model, the number of tokens before each segment boundary, [segments + 1].
+        text: text of the row.
+        edges: positions of the segment boundaries in the text, int32 [segments + 1].
+        ids: for each model, the token ids, int32 [tokens].
+        counts: for each model, the number of tokens before each segment boundary, int32
+            [segments + 1].
         bits: for each model, the loss of each segment in bits, fp64 [segments]; empty until
             `score_rows` is called.
     """
 
     document: int
-    segments: list[str]
-    ids: list[list[int]] = field(default_factory=list)
-    counts: list[list[int]] = field(default_factory=list)
+    text: str
+    edges: IntArray
+    ids: list[IntArray] = field(default_factory=list)
+    counts: list[IntArray] = field(default_factory=list)
     bits: list[npt.NDArray[np.float64]] = field(default_factory=list)
+
+    @property
+    def segments(self) -> list[str]:
+        """The segments, as strings."""
+        return [self.text[start:stop] for start, stop in itertools.pairwise(self.edges.tolist())]
 
     @property
     def difference(self) -> npt.NDArray[np.float64]:
@@ -259,16 +268,22 @@ def compare(
         MissingDependencyError: see `firstlight.evaluate_tasks`.
         ModelError, CheckpointError: a model is unusable.
     """
-    given = {"sample": sample, "seq_len": seq_len, "batch_size": batch_size}
-    for name, value in given.items():
-        if value is not None and value < 1:
-            raise ConfigError(f"{name} must be at least 1, not {value}")
+    for name, value, minimum in (
+        ("sample", sample, 1),
+        ("seed", seed, 0),
+        ("seq_len", seq_len, 1),
+        ("passages", passages, 0),
+        ("batch_size", batch_size, 1),
+    ):
+        if value is not None and value < minimum:
+            raise ConfigError(f"{name} must be at least {minimum}, not {value}")
     on_texts = bool(texts) or not (tasks or prompts)
     for name, is_given, kind, used in (
         ("sample", sample is not None, "texts", on_texts),
         ("seq_len", seq_len is not None, "texts", on_texts),
         ("items", items is not None, "tasks", bool(tasks)),
         ("task_folder", task_folder is not None, "tasks", bool(tasks)),
+        ("chat_template", chat_template is not None, "tasks", bool(tasks)),
     ):
         if is_given and not used:
             raise ConfigError(f"{name} applies to {kind}, and none are given: omit it")
@@ -277,6 +292,13 @@ def compare(
     models = loaded_for_evaluation(before, device), loaded_for_evaluation(after, device)
     if on_texts and not documents:
         documents = {name: documents_of(name) for name in _held_out(models)}
+    rows: dict[str, list[Row]] = {}
+    for name, own in documents.items():
+        found = rows_of(name, own, models, seq_len)
+        drawn = range(len(found)) if sample is None else sampled_rows(len(found), sample, seed)
+        rows[name] = [found[index] for index in drawn]
+    # Errors in the input occur above or in the following line, before the slow computations.
+    answers = [_answers(one, _listed(prompts), settings) for one in models]
     scored_tasks = [
         evaluate_tasks(
             one,
@@ -290,22 +312,17 @@ def compare(
         for one in models
         if tasks
     ]
-    rows: dict[str, list[Row]] = {}
-    for name, own in documents.items():
-        found = rows_of(name, own, models, seq_len)
-        drawn = range(len(found)) if sample is None else sampled_rows(len(found), sample, seed)
-        rows[name] = [found[index] for index in drawn]
     for loaded in models:
         everything = [row for own in rows.values() for row in own]
         score_rows(loaded, everything, batch_size=batch_size or 4, on_progress=on_progress)
-    answers = [_answers(one, _listed(prompts), settings) for one in models]
     names = [str(one.folder if isinstance(one, LoadedModel) else one) for one in (before, after)]
     return ModelComparison(
         before=names[0],
         after=names[1],
-        same_tokenizer=len({tokenizer_of(one).fingerprint for one in models}) == 1,
-        texts=[compare_rows(name, {name: own}) for name, own in rows.items()],
-        total=compare_rows("all texts", rows) if rows else None,
+        same_tokenizer=any(
+            one.extends(other) for one, other in itertools.permutations(map(tokenizer_of, models))
+        ),
+        texts=[compare_rows(name, own) for name, own in rows.items()],
         worse=passages_of(rows, passages, sign=1),
         better=passages_of(rows, passages, sign=-1),
         tasks=compare_scores(*scored_tasks) if scored_tasks else [],
@@ -393,50 +410,61 @@ def rows_of(
     for loaded, limit in zip(models, limits, strict=True):
         require_context(loaded, limit)
     encoders = [_encoder(tokenizer_of(loaded)) for loaded in models]
+    # Encode long documents in pieces if possible, because encodings need much memory.
+    cuttable = all(tokenizer.encodes_in_pieces for tokenizer in encoders)
     rows: list[Row] = []
-    for number, text in enumerate(documents):
-        ids, ends = [], []
-        for loaded, tokenizer in zip(models, encoders, strict=True):
-            try:
-                encoding = tokenizer.encoding(text)
-                ends.append(_token_ends(tokenizer, encoding, text))
-            except (TokenizerError, InputError) as error:
-                raise InputError(
-                    f"{name}: document {number + 1} can't be encoded by {loaded.folder}: {error}"
-                ) from error
-            ids.append(encoding.ids)
-        edges = [0, *(end for end in ends[0] if end in ends[1])]
-        counts = [[0, *(own[end] for end in edges[1:])] for own in ends]
-        for start, stop in _row_edges(counts, limits):
-            spans = [own[start : stop + 1] for own in counts]
-            own_ids = [own[span[0] : span[-1]] for own, span in zip(ids, spans, strict=True)]
-            if any(len(own) > limit for own, limit in zip(own_ids, limits, strict=True)):
-                raise InputError(
-                    f"{name}: document {number + 1} has a piece of {max(map(len, own_ids)):,} "
-                    "tokens in which the tokenizers have no common edge, longer than a row: raise "
-                    "--seq-len or choose another text"
-                )
-            segments = [text[a:b] for a, b in itertools.pairwise(edges[start : stop + 1])]
-            relative = [[count - span[0] for count in span] for span in spans]
-            rows.append(Row(number, segments, own_ids, relative))
+    for number, document in enumerate(documents):
+        place = f"{name}: document {number + 1}"
+        for text in cut_long(document) if cuttable else [document]:
+            ids, ends = [], []
+            for loaded, tokenizer in zip(models, encoders, strict=True):
+                try:
+                    encoding = tokenizer.encoding(text)
+                    ends.append(_token_ends(tokenizer, encoding, text))
+                except (TokenizerError, InputError) as error:
+                    raise InputError(
+                        f"{place} can't be encoded by {loaded.folder}: {error}"
+                    ) from error
+                ids.append(np.array(encoding.ids, np.int32))
+            edges = np.array([end for end in ends[0] if end in ends[1]], np.int32)
+            counts = [np.array([own[end] for end in edges.tolist()], np.int32) for own in ends]
+            for start, stop in _row_edges(counts, limits, place):
+                own_edges = edges[start : stop + 1]
+                own_ids = [
+                    own[count[start] : count[stop]].copy()
+                    for own, count in zip(ids, counts, strict=True)
+                ]
+                own_counts = [count[start : stop + 1] - count[start] for count in counts]
+                own_text = text[own_edges[0] : own_edges[-1]]
+                rows.append(Row(number, own_text, own_edges - own_edges[0], own_ids, own_counts))
     return rows
 
 
-def _row_edges(counts: Sequence[Sequence[int]], limits: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Yield (first boundary, last boundary) of each row. A row contains as many segments as fit,
-    but at least one.
+def _row_edges(
+    counts: Sequence[IntArray], limits: Sequence[int], place: str
+) -> Iterator[tuple[int, int]]:
+    """Yield (first boundary, last boundary) of each row. A row contains as many segments as fit.
 
     Args:
         counts: for each model, the number of tokens before each segment boundary.
         limits: for each model, the maximum number of tokens per row.
+        place: name of the document, for the error message.
+
+    Raises:
+        InputError: a segment is longer than a row.
     """
     start, last = 0, len(counts[0]) - 1
     while start < last:
-        fits = [
-            bisect.bisect_right(own, own[start] + limit) - 1
+        stop = min(
+            int(np.searchsorted(own, own[start] + limit, side="right")) - 1
             for own, limit in zip(counts, limits, strict=True)
-        ]
-        stop = max(min(fits), start + 1)
+        )
+        if stop == start:
+            length = max(int(own[start + 1] - own[start]) for own in counts)
+            raise InputError(
+                f"{place} has a piece of {length:,} tokens in which the tokenizers have no common "
+                "edge, longer than a row: raise --seq-len or choose another text"
+            )
         yield start, stop
         start = stop
 
@@ -452,26 +480,31 @@ def _encoder(tokenizer: Tokenizer) -> Tokenizer:
 
 def _token_ends(tokenizer: Tokenizer, encoding: tokenizers.Encoding, text: str) -> dict[int, int]:
     """Return the number of tokens before each token boundary, keyed by the position of the boundary
-    in the text. Boundaries within a character are omitted.
+    in the text. Boundaries within a character are omitted. The edges of the text are included.
 
     Raises:
         InputError: the tokens do not cover the whole text.
     """
-    unknown = getattr(tokenizer.backend.model, "unk_token", None)
-    unknown_id = None if unknown is None else tokenizer.backend.token_to_id(unknown)
-    ends: dict[int, int] = {}
+    unknown_token = getattr(tokenizer.backend.model, "unk_token", None)
+    unknown_id = None if unknown_token is None else tokenizer.backend.token_to_id(unknown_token)
+    ends = {0: 0}
     reached = 0
-    starts = [*(start for start, _ in encoding.offsets[1:]), len(text)]
-    tokens = zip(encoding.ids, encoding.offsets, starts, strict=True)
-    for count, (token_id, (start, end), following) in enumerate(tokens, start=1):
-        missing = text[start:end] if token_id == unknown_id else text[reached:start].strip()
-        if missing:
-            raise InputError(f"its tokenizer has no token for {missing[:20]!r}")
+    # The text before the first token is checked like the text after each token.
+    ids, offsets = [-1, *encoding.ids], [(0, 0), *encoding.offsets]
+    starts = [*(start for start, _ in encoding.offsets), len(text)]
+    for count, (token_id, (start, end), following) in enumerate(
+        zip(ids, offsets, starts, strict=True)
+    ):
         reached = max(reached, end)
+        unknown = text[start:end] if token_id == unknown_id else ""
+        rest = text[reached:following].strip()
+        # A normalizer may have composed the rest with the preceding character.
+        if unknown or (rest and not tokenizer.encode(rest)):
+            raise InputError(f"its tokenizer has no token for {(unknown or rest)[:20]!r}")
+        if rest:
+            reached = following
         if 0 < reached <= following:
             ends[reached] = count
-    if text[reached:].strip():
-        raise InputError(f"its tokenizer has no token for {text[reached:].strip()[:20]!r}")
     # Tokenizers may drop spaces at the end of a text.
     return {end: n for end, n in ends.items() if end < reached} | {len(text): len(encoding.ids)}
 
@@ -507,8 +540,8 @@ def score_rows(
         labels = torch.full((len(ids), len(ids[0])), IGNORE_INDEX)
         input_ids = torch.full_like(labels, separator)
         for place, own in enumerate(ids):
-            labels[place, : len(own)] = torch.tensor(own)
-            input_ids[place, 1 : len(own)] = torch.tensor(own[:-1])
+            labels[place, : len(own)] = torch.from_numpy(own)
+            input_ids[place, 1 : len(own)] = torch.from_numpy(own[:-1])
         losses = token_losses(loaded.model, input_ids.to(device), labels.to(device), None)
         require_finite(loaded, finite=bool(losses.isfinite().all()))
         sums = F.pad(losses.cpu().double().cumsum(1), (1, 0)).numpy() / math.log(2)
@@ -521,34 +554,34 @@ def score_rows(
 # Differences
 
 
-def compare_rows(name: str, rows: Mapping[str, Sequence[Row]]) -> ComparedValue:
-    """Compare the bits per byte of both models on one text or on several texts together.
+def compare_rows(name: str, rows: Sequence[Row]) -> ComparedValue:
+    """Compare the bits per byte of both models on a text.
 
     Args:
-        name: name of the result.
-        rows: rows of each text, after `score_rows`.
+        name: name of the text.
+        rows: rows of the text, after `score_rows`.
     """
-    units: dict[tuple[str, int], list[Row]] = {}
-    unit = "documents"
-    for text, own in rows.items():
-        by_document = len({row.document for row in own}) >= _MANY_DOCUMENTS
-        unit = unit if by_document else "rows"
-        for index, row in enumerate(own):
-            units.setdefault((text, row.document if by_document else index), []).append(row)
-    several = list(units.values())
-    sizes = [len("".join(s for row in own for s in row.segments).encode()) for own in several]
+    by_document = len({row.document for row in rows}) >= _MANY_DOCUMENTS
+    units: dict[int, list[Row]] = {}
+    for index, row in enumerate(rows):
+        units.setdefault(row.document if by_document else index, []).append(row)
+    sizes = [sum(len(row.text.encode()) for row in own) for own in units.values()]
 
     def ratio(bits_of: Callable[[Row], npt.NDArray[np.float64]]) -> Metric:
         # Use bits in place of the loss and bytes in place of tokens.
-        bits = [math.fsum(itertools.chain(*map(bits_of, own))) for own in several]
+        bits = [math.fsum(itertools.chain(*map(bits_of, own))) for own in units.values()]
         losses = list(map(RowLoss, range(len(sizes)), bits, sizes))
         error = standard_error(losses, math.inf) if len(losses) > 1 else None
         return Metric(mean_loss(losses), error)
 
-    before, after = ratio(lambda row: row.bits[0]), ratio(lambda row: row.bits[1])
-    difference = ratio(lambda row: row.difference)
     return ComparedValue(
-        name, before, after, difference, unit=unit, units=len(sizes), bytes=sum(sizes)
+        name,
+        before=ratio(lambda row: row.bits[0]),
+        after=ratio(lambda row: row.bits[1]),
+        difference=ratio(lambda row: row.difference),
+        unit="document" if by_document else "row",
+        units=len(sizes),
+        bytes=sum(sizes),
     )
 
 
@@ -563,8 +596,9 @@ def passages_of(rows: Mapping[str, Sequence[Row]], count: int, *, sign: int) -> 
     found: list[tuple[float, str, Row, slice]] = []
     for text, own in rows.items():
         for row in own:
+            difference = sign * row.difference
             for part in _parts(row.segments):
-                if (total := sign * float(row.difference[part].sum())) > 0:
+                if (total := float(difference[part].sum())) > 0:
                     found.append((total, text, row, part))
         # Keep only the largest differences, because a text may have millions of passages.
         found = sorted(found, key=lambda one: -one[0])[:count]
@@ -618,8 +652,8 @@ def compare_scores(
                     first,
                     second,
                     Metric(difference, error),
-                    unit="items",
-                    units=one.items or 0,
+                    unit="item",
+                    units=one.items,
                 )
             )
     return found

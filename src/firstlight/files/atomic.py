@@ -32,7 +32,7 @@ _COPIED_BYTES = 1 << 20
 
 #: Maximum size of a JSON file in bytes. The largest known files are tensor indexes of 10 MB.
 MAX_JSON_BYTES = 1 << 24
-#: Maximum number of lists and objects in a JSON file. Each of them takes about 25 times as many
+#: Maximum number of lists and objects in a JSON file. A list or object takes about 25 times as many
 #: bytes in memory as in the file. The largest tokenizers store merges as lists and contain 600,000
 #: of them.
 _MAX_JSON_VALUES = 1_000_000
@@ -40,11 +40,12 @@ _MAX_JSON_VALUES = 1_000_000
 
 @contextlib.contextmanager
 def storage_errors(path: Path) -> Iterator[None]:
-    """Convert an `OSError` in the `with` block to a `StorageError` with a readable message.
+    """Convert an `OSError` that is raised in the `with` block to a `StorageError` with a readable
+    message.
 
     Args:
-        path: the path that is being written. It is used in the message if the error does not
-            include a path, for example when the disk is full.
+        path: path that is being written. The message names this path if the error does not include
+            one, for example when the disk is full.
     """
     try:
         yield
@@ -120,7 +121,7 @@ def new_folder(
         path: the folder's final path, which must not exist or must be an empty folder.
         replace: True to allow `path` to be a non-empty folder. The old folder is kept until the new
             one is complete.
-        aside: path to which an old folder at `path` is renamed; None deletes it.
+        aside: path to which an existing folder at `path` is renamed; None to delete that folder.
         synced: True if the caller syncs all files itself, as `OutputFile` does.
 
     Raises:
@@ -183,7 +184,8 @@ def _remove_abandoned(path: Path) -> None:
         with contextlib.suppress(OSError):
             if name.fullmatch(folder.name) is None:
                 continue  # This temporary folder is for a different path, such as NAME-2.
-            # Keep an empty folder: another process may have just created it and not locked it yet.
+            # Keep an empty folder, because another process may have just created it and not locked
+            # it yet.
             if any(folder.iterdir()):
                 with _locked(folder) as abandoned:
                     if abandoned:
@@ -191,7 +193,9 @@ def _remove_abandoned(path: Path) -> None:
 
 
 def _sync_tree(folder: Path, *, files: bool) -> None:
-    """Sync a folder and its subfolders to the disk; with `files`, also sync their files."""
+    """Sync a folder and its subfolders to the disk. If `files` is True, also sync the files in
+    them.
+    """
     for path in sorted(folder.rglob("*"), reverse=True):
         if path.is_dir():
             seam.disk.sync_folder(path)
@@ -215,8 +219,8 @@ def _swap(new: Path, path: Path, aside: Path | None) -> None:
         seam.disk.rename(old, path)
         raise
     if aside is None:
-        # Sync before deleting. Otherwise, a power failure could undo the renames but not the
-        # deletions.
+        # Sync the renames before deleting the old folder. Otherwise, a power failure could undo the
+        # renames but not the deletion.
         seam.disk.sync_folder(path.parent)
         _remove(old)
 
@@ -239,8 +243,8 @@ def make_folder(path: Path) -> None:
 
 
 def remove_folder(path: Path) -> None:
-    """Delete a folder atomically, even in case of a power failure: first rename it to a temporary
-    name, then delete its files.
+    """Delete a folder atomically, even if the power fails. The folder is first renamed to a
+    temporary name, and then its files are deleted.
 
     Raises:
         StorageError: a file system error.
@@ -288,10 +292,10 @@ def set_aside(path: Path) -> Path:
     """Preserve a damaged file as NAME.damaged (or NAME.damaged-2 and so on if that name is taken)
     before it is replaced. Return the new path.
 
-    The new path is a hard link, so the file also remains at the old path until it is replaced. Its
-    readable part is therefore not lost if the process is killed before then. If a hard link can't
-    be created (`path` is not a file, or the file system does not support links), the file is
-    renamed.
+    The new path is a hard link, so the file also remains at the old path until it is replaced. The
+    readable part of the file is therefore not lost if the process is killed before the file is
+    replaced. If a hard link can't be created (`path` is not a file, or the file system does not
+    support links), the file is renamed.
 
     Raises:
         StorageError: a file system error.
@@ -312,8 +316,8 @@ def set_aside(path: Path) -> Path:
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Delete temporary files and folders in `folder` (but not in its subfolders) that killed
-    processes left behind.
+    """Delete the temporary files and folders that killed processes left behind in `folder`.
+    Subfolders are not searched.
     """
     for path in sorted(folder.glob(f"{_TEMPORARY_PREFIX}*")):
         _remove(path)
@@ -349,8 +353,8 @@ def require_writable(folder: Path) -> None:
 
 
 def write_probe(folder: Path, size: int) -> None:
-    """Write a file, read it back from the disk, and delete it, which takes as long as saving a
-    checkpoint of the same size.
+    """Write a file, read it back from the disk, and delete it. This takes as long as saving a
+    checkpoint of the same size, so callers can use it to predict how long a save takes.
 
     Args:
         folder: folder in which the file is written.
@@ -372,7 +376,7 @@ def write_probe(folder: Path, size: int) -> None:
 
 
 def require_free(path: Path, advice: str) -> None:
-    """Raise an error if writing a folder to `path` would overwrite anything.
+    """Raise an error if a folder can't be written to `path` without overwriting existing files.
 
     Raises:
         InputError: `path` exists and is not an empty folder; the message ends with `advice`.
@@ -450,8 +454,8 @@ def read_json_object(
     """Read a JSON file that contains one object.
 
     Raises:
-        kind: the file can't be read (see `read_json`), or its value is not an object. In the latter
-            case, the message is `fault`.
+        kind: the file can't be read (see `read_json`), or its value is not an object. If the value
+            is not an object, the message is `fault`.
     """
     try:
         value = read_json(path)
@@ -510,7 +514,9 @@ def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _missing(path: Path) -> list[Path]:
-    """Return those of `path` and its parent folders that do not exist yet, innermost first."""
+    """Return the paths that do not exist yet among `path` and its parent folders, beginning with
+    `path`.
+    """
     return [folder for folder in (path, *path.parents) if not folder.exists()]
 
 

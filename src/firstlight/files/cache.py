@@ -1,4 +1,4 @@
-"""Support for the cache folder on this machine, with locks for processes that share it.
+"""Find the cache folder on this machine, and lock files in it if several processes share it.
 
 The cache is $FIRSTLIGHT_CACHE if set, otherwise $XDG_CACHE_HOME/firstlight if set, otherwise
 ~/.cache/firstlight. It contains corpora downloaded from URLs (`data/remote.py`) and compiled
@@ -35,8 +35,8 @@ def held(path: Path, work: str, progress: bool) -> Iterator[None]:
 
     Args:
         path: the lock file, which is created if necessary and never deleted.
-        work: description of the work that requires the lock, which completes the message "waiting
-            for another process, which is ...".
+        work: description of the work that requires the lock. It completes the message "waiting for
+            another process, which is ...".
         progress: True to print this message before waiting.
 
     Raises:

@@ -1,5 +1,5 @@
-"""Operations that write to the file system. All files are written through the `disk` object, which
-tests replace to simulate errors.
+"""Define the operations that write to the file system. All files are written through the `disk`
+object, which tests replace to simulate errors.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class Disk:
             os.close(descriptor)
 
 
-#: The instance that all modules use.
+#: The `Disk` instance that all modules use.
 disk = Disk()
 
 
@@ -123,7 +123,7 @@ class OutputFile:
 
     def write_over_start(self, data: bytes) -> None:
         """Overwrite the beginning of the file, for example a header that contains the length of the
-        data. After this call, nothing more can be written.
+        data. No data can be written to the file after this call.
         """
         self._write_gathered()
         self._file.seek(0)
@@ -135,8 +135,8 @@ class OutputFile:
 
 
 class HashedFile(OutputFile):
-    """An `OutputFile` that computes the SHA-256 of all bytes written to it, against which the file
-    on the disk can be verified.
+    """An `OutputFile` that computes the SHA-256 of all bytes written to it. The file on the disk
+    can be verified against this hash.
     """
 
     def __init__(self, path: Path) -> None:
@@ -155,8 +155,8 @@ class HashedFile(OutputFile):
 
 
 class AppendedFile:
-    """A file to which records are appended. A record that could only be written partially is
-    removed.
+    """A file to which records are appended. If only a part of a record could be written, this part
+    is removed.
 
     Raises:
         OSError: a file system error in any method.
@@ -191,8 +191,8 @@ class AppendedFile:
 
 
 def _write_all(file: FileIO, data: bytes | bytearray | memoryview) -> None:
-    """Write all bytes. Repeat the call if the system writes only some of them, for example because
-    the disk is almost full.
+    """Write all bytes. The system may write only some of them in a call, for example because the
+    disk is almost full, so repeat the call until all are written.
     """
     rest = memoryview(data)
     while rest:

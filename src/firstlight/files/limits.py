@@ -1,9 +1,9 @@
 """Process untrusted input in a child process with limits on memory and CPU time.
 
-Some files are in effect small programs: a chat template, the steps of a tokenizer.json, a JSON
-Schema. The libraries that run them do not limit time or memory, and a library call can't be
-interrupted from within its own process. A `LimitedProcess` therefore makes such calls in a child
-process, which is killed when a call exceeds a limit and restarted for the next call.
+Some files, such as chat templates, the processing steps in a tokenizer.json and JSON Schemas, are
+in effect small programs. The libraries that run them do not limit time or memory, and a library
+call can't be interrupted from within its own process. A `LimitedProcess` therefore makes such calls
+in a child process, which is killed when a call exceeds a limit and restarted for the next call.
 
     limit            enforced by
     CPU time         a timer in the child (ITIMER_PROF), whose signal ends the child even inside C
@@ -40,8 +40,9 @@ from typing import Any
 from firstlight import errors
 from firstlight.errors import FirstlightError, describe_os_error
 
-#: Interval in seconds at which the child's memory is checked, and ratio of a call's timeout to its
-#: CPU time limit. The ratio is high because the machine may be busy with other work.
+#: The first constant is the interval in seconds at which the child's memory is checked. The second
+#: constant is the ratio of a call's timeout to its CPU time limit. It is high because the machine
+#: may be busy with other work.
 _LOOK_SECONDS, _PATIENCE = 0.1, 20.0
 #: CPU time limit for starting a child, in seconds.
 _START_SECONDS = 30.0
@@ -75,7 +76,8 @@ class LimitedProcess:
         _ALL.add(self)
 
     def start(self) -> int:
-        """Start the child if it is not running. Return how many times it has been started so far.
+        """Start the child if it is not running. Return the number of times that the child has been
+        started so far.
 
         Raises:
             FirstlightError: the child could not be started, or the factory raised a
@@ -85,8 +87,8 @@ class LimitedProcess:
             if self._process is None:
                 self._connection, theirs = Pipe()
                 with theirs:
-                    # Use the same module search path as this process, but without the current
-                    # folder, whose modules could shadow other modules.
+                    # Use the same module search path as this process, but leave out the current
+                    # folder, because modules in it could shadow installed modules.
                     paths = [path for path in sys.path if path]
                     code = f"import sys; sys.path[:] = {paths!r}; " + _CHILD_CODE
                     try:
@@ -97,8 +99,8 @@ class LimitedProcess:
                             stdout=subprocess.DEVNULL,
                             stderr=subprocess.DEVNULL,
                             start_new_session=True,
-                            # Disable the backtrace of Rust panics, which would take 50 MB and is
-                            # never shown.
+                            # Disable backtraces of Rust panics. A backtrace would take 50 MB of
+                            # memory and is never shown.
                             env={**os.environ, "RUST_BACKTRACE": "0"},
                         )
                     except OSError as error:
@@ -126,7 +128,8 @@ class LimitedProcess:
         )
 
     def call(self, request: Any, *, seconds: float) -> Any:
-        """Call the function with `request`, and return the result. Both are JSON data.
+        """Call the function with `request`, and return the result. The request and the result are
+        JSON data.
 
         Args:
             request: argument of the function.
@@ -229,8 +232,8 @@ def serve(descriptor: int) -> None:
         descriptor: file descriptor of the connection.
     """
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    # Reset the handling of the signal. If the parent ignores or blocks the signal, the child
-    # inherits this.
+    # Reset the handling of the timer's signal, because the child inherits it from a parent that
+    # ignores or blocks this signal.
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGPROF])
     connection = Connection(descriptor)

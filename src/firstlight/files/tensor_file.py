@@ -1,8 +1,9 @@
 """Write safetensors files one tensor at a time.
 
-The safetensors library only writes to files that it opens itself. This module writes through an
-`OutputFile` (disk.py), which can hash the bytes, and copies only one tensor at a time to the CPU.
-The bytes are identical to the library's output (huggingface/safetensors, `serialize` in tensor.rs):
+The safetensors library only writes to files that it opens itself. This module instead writes to an
+`OutputFile` (see disk.py), which can hash the bytes. It copies only one tensor at a time to the
+CPU. The bytes are identical to the library's output (huggingface/safetensors, `serialize` in
+tensor.rs):
 
 - the header's length in bytes, as a little-endian integer of 8 bytes;
 - the header as compact JSON, padded with spaces to a multiple of 8 bytes;
@@ -21,8 +22,8 @@ from torch import Tensor
 from firstlight.errors import StorageError
 from firstlight.files.disk import OutputFile
 
-#: Dtype names of the library, in the order in which it declares them. In a file, tensors are sorted
-#: by dtype in the reverse of this order.
+#: Names of dtypes in the safetensors library, in the order in which the library declares them. In a
+#: file, tensors are sorted by dtype in the reverse of this order.
 _NAMES = {
     torch.bool: "BOOL",
     torch.uint8: "U8",
@@ -43,8 +44,7 @@ _NAMES = {
 _RANKS = {dtype: rank for rank, dtype in enumerate(_NAMES)}
 _METADATA = "__metadata__"
 
-#: Number of bytes that are hashed and written at a time, small enough to fit into the processor's
-#: cache.
+#: Number of bytes that are hashed and written at a time. They fit into the processor's cache.
 _CHUNK_BYTES = 1 << 20
 
 

@@ -86,7 +86,7 @@ class TextPlan(RunPlan):
             expected = f"{low:.2f} to {high:.2f} bits per byte of held-out text"
             if self.text.is_unusual:
                 expected += ", a wide range because this text is hard to predict"
-        gzip = f"gzip -9 of all text: {self.scan.facts.gzip_bits_per_byte:.2f}"
+        gzip = f"gzip -9 of all text: {self.scan.facts.gzip_text}"
         if self.held_out_gzip is not None:
             gzip = f"gzip -9 of the held-out text: {self.held_out_gzip:.2f}"
         return f"{expected} ({gzip})"

@@ -126,6 +126,8 @@ def prepare_corpus(texts: Preparation, call: RunCall) -> Path:
         text_key=texts.text_key,
         overwrite=True,
         progress=call.progress,
+        # The scan knows the size even if the files are compressed.
+        expected_bytes=min(texts.scan.facts.total_bytes, texts.limit),
     )
     tokens = {name: entry["tokens"] for name, entry in manifest["splits"].items()}
     call.tell(

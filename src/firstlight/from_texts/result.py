@@ -7,7 +7,8 @@ import itertools
 import shlex
 import textwrap
 import time
-from collections.abc import Iterator, Mapping, Sequence
+import unicodedata
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -40,8 +41,15 @@ if TYPE_CHECKING:
 _SHOWN_SAMPLES, _SHOWN_COMMANDS = 2, 3
 #: Maximum number of characters of the prompt in a suggested command.
 _PROMPT_CHARS = 32
+#: Minimum number of characters of a suggested prompt of several words, and of one word in a script
+#: without upper and lower case.
+_LEAST_CHARS, _LEAST_LETTERS = 8, 4
+#: Characters that can follow a whole word; "" is the end of the line.
+_AFTER_A_WORD = ("", *"\t,;:.!?…،؛؟।、，；：。！？")
 #: Minimum budget, in minutes, that is suggested for a longer run.
 _LEAST_MINUTES = 3
+#: Purposes of the commands that train further.
+_CONTINUE, _LONGER = "continue this run", "train longer, in another folder"
 #: An earlier checkpoint is recommended if its bits per byte are lower than those of the last
 #: evaluation by at least this fraction.
 _WORSE = 0.02
@@ -114,7 +122,7 @@ def result_of(call: RunCall, result: TrainResult | None, request: Request) -> Te
     # At step 0, all rewards are 0, because they are relative to the starting model.
     in_order = [line[key] for line in metrics if line["step"] and key in line]
     samples = read_json_lines(folder / SAMPLES_NAME)
-    prompt = first_words(samples[0]["prompt"]) if samples else ""
+    prompt = first_words(line["prompt"] for line in samples)
     last = max((line["step"] for line in samples), default=0)
     if best and kept is not None:
         last = kept.step
@@ -161,15 +169,31 @@ def _held_out_share(folder: Path, tokens: int, kind: str | None) -> float:
     return min(1.0, rows * recipe["data"]["seq_len"] / max(tokens, 1)) if rows else 1.0
 
 
-def first_words(prompt: str) -> str:
-    """Return the beginning of a prompt for use in a command line: the first words of its first
-    non-empty line, up to the first unprintable character. Return "" if that line contains no words.
+def first_words(prompts: Iterable[str]) -> str:
+    """Return words for a prompt in a command line: the beginning of the first line that looks like
+    language, as letters and spaces only. Return "" if no line does.
     """
-    line = next((line.strip() for line in prompt.splitlines() if line.strip()), "")
-    line = "".join(itertools.takewhile(str.isprintable, line))
-    short = textwrap.shorten(line, _PROMPT_CHARS, placeholder="", break_long_words=False)
-    # In a language without spaces, the line is a single long word and must be cut by characters.
-    return short or line[:_PROMPT_CHARS]
+    for line in itertools.chain.from_iterable(map(str.splitlines, prompts)):
+        # Skip quotation marks, list markers and the like.
+        start = next((at for at, c in enumerate(line) if c.isalnum()), len(line))
+        text = "".join(itertools.takewhile(_is_of_words, line[start:]))
+        after = line[start + len(text) :][:1]
+        if after not in _AFTER_A_WORD:
+            text = text.rpartition(" ")[0]  # The last word is a part of a name, a path or a number.
+        short = textwrap.shorten(text, _PROMPT_CHARS, placeholder="", break_long_words=False)
+        # In a language without spaces, the line is a single long word and must be cut by
+        # characters.
+        short = short or text.strip()[:_PROMPT_CHARS]
+        is_sentence = " " in short and len(short) >= _LEAST_CHARS
+        # A script without upper and lower case may also be written without spaces.
+        if is_sentence or (len(short) >= _LEAST_LETTERS and short.lower() == short.upper()):
+            return short
+    return ""
+
+
+def _is_of_words(character: str) -> bool:
+    """Return True for spaces, letters, and the marks that belong to the letters of many scripts."""
+    return character == " " or unicodedata.category(character)[0] in "LM"
 
 
 def _next_commands(
@@ -187,7 +211,7 @@ def _next_commands(
     first, second, *others = model_commands(call.folder, prompt, answers=answers, best=best)
     if stopped:
         again = length_options(request) + own_options(request)
-        yield command_of(request, again), "continue this run"
+        yield command_of(request, again), _CONTINUE
     yield first
     yield second
     if not stopped:
@@ -237,7 +261,7 @@ def _longer(
     while has_run(longer, call.state["content_key"]):
         longer = replace(longer, seconds=4 * (longer.seconds or 0.0))
     command = command_of(longer, length_options(longer) + own_options(longer))
-    yield command, "train longer, in another folder"
+    yield command, _LONGER
 
 
 def result_lines(run: TextRun) -> Iterator[str]:
@@ -260,6 +284,8 @@ def result_lines(run: TextRun) -> Iterator[str]:
         share = run.held_out_share
         part = f", measured on {100 * share:.0f}% of it" if share < 0.995 else ""
         yield f"result: {run.bits_per_byte:.3f} bits per byte of held-out {kind}{part}{compared}"
+        if run.gzip_bits_per_byte is not None and run.bits_per_byte > run.gzip_bits_per_byte:
+            yield f"the result is worse than gzip -9: {_remedy(run)}"
     if run.reward_accuracy is not None:
         yield (
             f"result: {run.reward_accuracy:.1%} of held-out preference pairs in the right order "
@@ -277,6 +303,15 @@ def result_lines(run: TextRun) -> Iterator[str]:
     took = "" if run.training is None else f"; total time: {time_text(run.seconds)}"
     yield f"model: {run.run_folder}; report: {run.run_folder / 'report.html'}{took}"
     yield from command_lines(run.next_commands)
+
+
+def _remedy(run: TextRun) -> str:
+    """Return advice on how to improve a model that has learned too little."""
+    purposes = [purpose for _, purpose in run.next_commands]
+    if run.best or not {_CONTINUE, _LONGER}.intersection(purposes):
+        return "add texts, because more steps on the same texts would not help"
+    how = "continues this run" if _CONTINUE in purposes else "starts a new run from the beginning"
+    return f"train longer (the command below {how})"
 
 
 def command_lines(commands: Sequence[tuple[str, str]]) -> Iterator[str]:

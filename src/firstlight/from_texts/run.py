@@ -254,6 +254,8 @@ def _go_on(request: Request, call: RunCall) -> TrainResult:
             "start a new run on the same texts with another --run.dir"
         )
     call.tell(f"resuming {call.folder}")
+    # `began` is not passed, so that the budget is not charged again for the start of a command. The
+    # run trains for the time that was left when it was stopped.
     with RunForecaster() as forecaster:
         return train(
             load_recipe(call.folder / RECIPE_NAME),
@@ -262,7 +264,6 @@ def _go_on(request: Request, call: RunCall) -> TrainResult:
             on_step=call.on_step,
             progress=call.progress,
             forecaster=forecaster,
-            began=call.began,
             is_announced=True,  # The call that started the run announced it.
         )
 

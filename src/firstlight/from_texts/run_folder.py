@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from firstlight.console import time_text
 from firstlight.data.shards import UNREAD_NAME
-from firstlight.data.sources import find_sources
+from firstlight.data.sources import find_sources, unread_lines
 from firstlight.errors import ConfigError, InputError
 from firstlight.files.atomic import (
     make_folder,
@@ -134,14 +134,14 @@ class RunCall:
                 (self.folder / STATE_NAME).unlink(missing_ok=True)
 
     def write_unread(self, names: Sequence[str]) -> None:
-        """Write the list of files that were not read to the run folder. Do nothing if all files
-        were read.
+        """Write the list of files that were not read, with reasons, to the run folder. Do nothing
+        if all files were read.
 
         Raises:
             StorageError: a file system error.
         """
         if names:
-            write_file(self.folder / UNREAD_NAME, "".join(f"{name}\n" for name in names))
+            write_file(self.folder / UNREAD_NAME, unread_lines(names))
 
     def length(self, request: Request) -> Length:
         """Return the length of the training loop. With a time budget, this is the remaining time

@@ -66,8 +66,9 @@ MOST_BYTES = 256 << 20
 _BLOCK_CHARACTERS = 1 << 22
 #: Number of unreadable documents after which reading stops if no readable document has been found.
 _HOPELESS = 1000
-#: Maximum bytes of text that are compressed by gzip.
-_GZIP_BYTES = 2 << 20
+#: Bytes of a block of text that is compressed by gzip, and the maximum number of such blocks. Both
+#: bound the time. A block is at least as long as deflate's window of 32 KiB.
+_GZIP_BLOCK_BYTES, _GZIP_BLOCKS = 32 << 10, 128
 
 #: More familiar names of some Unicode scripts.
 _SCRIPT_NAMES = {"CJK": "Han", "HIRAGANA": "Japanese kana", "KATAKANA": "Japanese kana"}
@@ -91,8 +92,8 @@ class CorpusFacts:
             documents of the corpus.
         rejected: number of unreadable documents, keyed by reason (see `records.REASONS`).
         first_rejected: location and error of the first unreadable document, keyed by reason.
-        gzip_bits_per_byte: size of the first 2 MiB of text when compressed with gzip -9, in bits
-            per byte.
+        gzip_bits_per_byte: size of the text that was read when compressed with gzip -9, in bits per
+            byte; estimated from evenly spaced blocks if the text is longer than 4 MiB.
         hardness: difficulty of learning the text.
         content_key: hash of all text that was read and, if only a sample was read, of the limit up
             to which each file was read.
@@ -125,6 +126,12 @@ class CorpusFacts:
     def bytes_per_character(self) -> float:
         """Mean UTF-8 bytes per character of the text."""
         return self.text_bytes / max(self.characters, 1)
+
+    @property
+    def gzip_text(self) -> str:
+        """`gzip_bits_per_byte` for messages, with "about" if it is an estimate."""
+        is_exact = not self.is_sampled and self.text_bytes // _GZIP_BLOCK_BYTES <= _GZIP_BLOCKS
+        return f"{'' if is_exact else 'about '}{self.gzip_bits_per_byte:.2f}"
 
 
 @dataclass(frozen=True)
@@ -217,6 +224,51 @@ def scan_corpus(
     )
 
 
+class GzipSample:
+    """Evenly spaced blocks of a text, from which the size of the compressed text is estimated.
+
+    The beginning of a text is not enough: files with similar names are often similar.
+    """
+
+    def __init__(self) -> None:
+        self._rest = bytearray()
+        self._window = b""
+        #: Pairs (preceding block, block). gzip refers to the preceding 32 KiB of text.
+        self._blocks: list[tuple[bytes, bytes]] = []
+        self._seen = 0
+        self._step = 1
+
+    def add(self, content: bytes) -> None:
+        """Append a document to the text."""
+        for start in range(0, len(content), _GZIP_BLOCK_BYTES):
+            self._rest += content[start : start + _GZIP_BLOCK_BYTES]
+            if len(self._rest) >= _GZIP_BLOCK_BYTES:
+                self._add_block(bytes(self._rest[:_GZIP_BLOCK_BYTES]))
+                del self._rest[:_GZIP_BLOCK_BYTES]
+
+    def _add_block(self, block: bytes) -> None:
+        if self._seen % self._step == 0:
+            self._blocks.append((self._window, block))
+        self._seen += 1
+        self._window = block
+        if len(self._blocks) > _GZIP_BLOCKS:
+            self._blocks, self._step = self._blocks[::2], 2 * self._step
+
+    def bits_per_byte(self) -> float:
+        """Return the compressed size of the text in bits per byte. It is exact if no block was
+        dropped."""
+        blocks = [block for _, block in self._blocks]
+        if self._step == 1:
+            text = b"".join([*blocks, self._rest])
+            gzip = zlib.compressobj(9, wbits=31)
+            return 8 * (compress(gzip, text) + len(gzip.flush())) / len(text)
+        size = 0
+        for window, block in self._blocks:
+            deflate = zlib.compressobj(9, wbits=-15, zdict=window)
+            size += compress(deflate, block) + len(deflate.flush())
+        return 8 * size / sum(map(len, blocks))
+
+
 class _Counts:
     """Statistics of the documents read so far."""
 
@@ -230,7 +282,7 @@ class _Counts:
         self._histogram = np.zeros(0x110000, np.int64)
         self._waiting: list[str] = []
         self._waiting_characters = 0
-        self._head: list[bytes] = []
+        self._gzip = GzipSample()
         self._sample = TextSample()
         self._openings: dict[bytes, list[str]] = {}
         self._key = hashlib.sha256()
@@ -258,7 +310,8 @@ class _Counts:
         if digest in self._digests:
             self.duplicates += 1
             return len(text)
-        size = len(text.encode("utf-8"))
+        content = text.encode("utf-8")
+        size = len(content)
         self._digests[digest] = size
         # The hash of an entire file matches only if the file is later read in the same way as in
         # the scan.
@@ -266,8 +319,7 @@ class _Counts:
             self._files[digest] = source
         self.text_bytes += size
         self.near += self._near.add(text)
-        if self.text_bytes - size < _GZIP_BYTES:
-            self._head.append(text.encode("utf-8")[:_GZIP_BYTES])
+        self._gzip.add(content)
         share = held_out_share(size)
         self._sample.add(digest, text, int(len(text) * (1 - share)))
         if len(self._openings) < _MOST_OPENINGS:
@@ -331,9 +383,6 @@ class _Counts:
         self._key.update(repr((text_key, limits)).encode())
         if self.val_documents:
             self._key.update(f"{self.val_documents} for validation".encode())
-        head = b"".join(self._head)[:_GZIP_BYTES]
-        gzip = zlib.compressobj(9, wbits=31)
-        gzip_bytes = compress(gzip, head) + len(gzip.flush())
         whole = int(sum(text_size(source) for source in sources))
         counted = np.sort(self._histogram[self._histogram > 0])[::-1]
         characters = int(counted.sum())
@@ -355,7 +404,7 @@ class _Counts:
             first_rejected=self._first_rejected,
             changes=self._changes.record(),
             changed_files=self._changes.names(),
-            gzip_bits_per_byte=8 * gzip_bytes / len(head),
+            gzip_bits_per_byte=self._gzip.bits_per_byte(),
             hardness=self._sample.hardness(held),
             content_key=self._key.hexdigest()[:16],
             is_sampled=is_sampled,
@@ -423,7 +472,7 @@ def described(scan: Scan) -> Iterator[str]:
     scripts = ", ".join(shown[:5]) or "no letters"
     yield (
         f"{counted(facts.documents, 'document')}, {human_bytes(facts.text_bytes)} of text "
-        f"({scripts}); compressed with gzip -9: {facts.gzip_bits_per_byte:.2f} bits per byte"
+        f"({scripts}); compressed with gzip -9: {facts.gzip_text} bits per byte"
     )
     yield from change_lines(facts.changes, facts.changed_files, total=facts.documents)
     if count := scan.val_documents:
@@ -616,7 +665,7 @@ def scan_texts(
     if unread:
         kinds = listed(by_ending(unread))
         count = counted(len(unread), "file")
-        tell(f"skipped {count} of other kinds, {kinds}: {first_names(names)}")
+        tell(f"skipped {count} of other kinds: {kinds}; first: {first_names(names)}")
     return replace(scan, unread=names)
 
 

@@ -50,7 +50,7 @@ _HARMONY = {
     "header": {"<|message|>": ""},
     **dict.fromkeys(("reasoning", "content", "call"), _END_OF_CHANNEL),
 }
-#: Special tokens with which gpt-oss and Llama 3 end an answer that contains a tool call.
+#: Special tokens that gpt-oss and Llama 3 write at the end of an answer with a tool call.
 _CALL_ENDS = ("<|call|>", "<|eom_id|>")
 
 _CALL_NAME = re.compile(
@@ -83,7 +83,7 @@ class AnswerPart:
     Attributes:
         content: text of the answer.
         reasoning: text of the reasoning before the answer.
-        calls: tool calls.
+        calls: tool calls in the answer.
     """
 
     content: str = ""
@@ -92,7 +92,7 @@ class AnswerPart:
 
 
 class AnswerFormat:
-    """Format of the answers in one conversation.
+    """The format of a model's answers in one conversation.
 
     Args:
         tokenizer: a tokenizer with a chat template.
@@ -103,9 +103,9 @@ class AnswerFormat:
             "content" (any text); None without a grammar.
 
     Attributes:
-        start: mode at the beginning of an answer: "content", "reasoning", "call", "header"
-            (gpt-oss), or "start" if the first marker determines the mode.
-        modes: for each mode, a mapping from the markers that end it to the modes that follow.
+        start: the parser's mode at the beginning of an answer: "content", "reasoning", "call",
+            "header" (gpt-oss), or "start" if the first marker determines the mode.
+        modes: for each mode, a mapping from the markers that end the mode to the modes that follow.
         shown: special tokens that serve as markers and are therefore decoded to text.
         tools: JSON schemas of the tools' parameters, keyed by tool name.
     """
@@ -155,8 +155,8 @@ class AnswerParser:
     """Splits one answer into its parts as it is generated.
 
     Text that could be the beginning of a marker is held back until the following text shows whether
-    it is one. A tool call is held back until it is complete. Whitespace around reasoning and tool
-    calls is dropped.
+    it is a marker. A tool call is held back until it is complete. Whitespace around reasoning and
+    tool calls is dropped.
 
     Args:
         format: format of the answer.
@@ -233,8 +233,8 @@ class AnswerParser:
                 shown = "" if self._name else self._marker
                 return AnswerPart(f"{shown}{text}{'' if self._name else marker}")
         if self._mode == "header":
-            # An incomplete header is dropped, but the text of a model that does not write headers
-            # is kept.
+            # An incomplete header is dropped. However, the text is kept if the model does not write
+            # headers.
             is_header = "<|channel|>" in text or "<|start|>" in text
             return AnswerPart("" if is_header else text)
         if self._trimmed:
@@ -263,16 +263,15 @@ class AnswerParser:
                 found.append(ToolCall(name[1], _as_json(value)))
             else:
                 found += [_call(one) for one in (value if isinstance(value, list) else [value])]
-        # Without a marker, JSON that does not contain the name of a known tool is an ordinary
-        # answer.
+        # If there is no marker, JSON without the name of a known tool is an ordinary answer.
         is_known = all(call.name in self._format.tools for call in found)
         if not found or not (self._marker or is_known):
             raise ValueError("no call")
         return found
 
     def _parameters(self, name: str, text: str) -> str:
-        """Return the arguments of a call in the <parameter=KEY> format as JSON. In this format,
-        strings are written as plain text, and all other values as JSON.
+        """Return the arguments of a tool call in the <parameter=KEY> format as JSON. In this
+        format, strings are written as plain text, and all other values as JSON.
         """
         schemas = self._format.tools.get(name, {}).get("properties")
         values: dict[str, Any] = dict(_PARAMETER.findall(text))

@@ -32,13 +32,13 @@ from firstlight.models import KVCache, Model, RaggedCache
 from firstlight.models.moe import reads_rows_of_experts
 from firstlight.models.rope import DynamicRope, LongRope
 
-#: The number of cache positions that attention reads is rounded up to a multiple of this number. A
-#: larger number results in fewer different shapes, each of which needs a CUDA graph. A smaller
-#: number means that attention reads fewer unused positions.
+#: The number of cache positions that attention reads is rounded up to a multiple of this number.
+#: With a larger number, there are fewer different shapes, each of which needs a CUDA graph. With a
+#: smaller number, attention reads fewer unused positions.
 _REACH_STEP = 64
 
-#: Values of `BatchDecoder.pass_tokens` on a CPU and on a GPU. A CPU takes about as long to compute
-#: 512 tokens as a GPU takes to compute 8,192.
+#: Values of `BatchDecoder.pass_tokens` for a CPU and for a GPU. A CPU takes about as long to
+#: compute 512 tokens as a GPU takes to compute 8,192.
 _CPU_PASS_TOKENS, _GPU_PASS_TOKENS = 512, 8192
 
 #: Maximum number of elements in a tensor of logits while a prompt is scored.
@@ -63,8 +63,8 @@ class BatchDecoder:
         max_tokens: maximum length of each sequence, including prompt and new tokens; at most the
             model's context length.
         reuse_prefixes: True to reuse the cached keys and values of an earlier sequence that begins
-            with the same tokens, as in a conversation. If only the rest of a prompt is computed,
-            rounding can change the last digit of the results.
+            with the same tokens, as in a conversation. If only the remainder of a prompt is
+            computed, rounding can change the last digit of the results.
         compile: True to decode with torch.compile (see `CompiledStep`). The first step takes about
             a minute unless `warm_up` was called.
 
@@ -124,8 +124,8 @@ class BatchDecoder:
         *,
         may_fill: bool = False,
     ) -> Tensor:
-        """Compute a prompt and append it as the last sequence. Return the logits [V] of its next
-        token.
+        """Run the model on a prompt, and append the prompt as the last sequence. Return the logits
+        [V] of its next token.
 
         Args:
             prompt_ids: token ids of the prompt, at least one.
@@ -163,9 +163,9 @@ class BatchDecoder:
     @torch.inference_mode()
     @varying_lengths()
     def add_many(self, prompts: Sequence[Sequence[int]]) -> Tensor:
-        """Append several prompts, in order, as the last sequences. Return the logits [N, V] of
-        their next tokens. Consecutive prompts of similar lengths are right-padded to the longest of
-        them and computed in one pass. Prefixes are not reused.
+        """Append N prompts, in order, as the last sequences. Return the logits [N, V] of their next
+        tokens. Consecutive prompts of similar lengths are computed in one forward pass, in which
+        they are right-padded to the length of the longest one. Cached prefixes are not reused.
 
         Args:
             prompts: token ids of each prompt; at least one prompt.
@@ -183,7 +183,9 @@ class BatchDecoder:
         return torch.cat(parts)
 
     def _together(self, prompts: Sequence[Sequence[int]]) -> int:
-        """Return the number of leading prompts to compute in one pass, at least one."""
+        """Return how many of the first prompts to compute in one forward pass. The result is at
+        least 1.
+        """
         # Padding would change recurrent states and length-dependent rotary frequencies.
         scaling = getattr(self.model.config, "rope_scaling", None)
         if self.cache.has_states or isinstance(scaling, DynamicRope | LongRope):
@@ -202,7 +204,8 @@ class BatchDecoder:
         for row, prompt_ids in enumerate(prompts):
             input_ids_BT[row, : len(prompt_ids)] = torch.tensor(prompt_ids)
             # The rows are recorded as empty until the prompts are computed. The causal mask hides
-            # the padding at the end of the prompts, and later tokens overwrite it in the cache.
+            # the padding at the end of the prompts, and the padding is overwritten by later tokens
+            # in the cache.
             self._stored[first + row] = []
         logits_BV: Tensor = self.model(
             upload(input_ids_BT, self._device),
@@ -309,11 +312,11 @@ class BatchDecoder:
             self._logits([0] * count, [0] * count)
 
     def room(self, number: int) -> int:
-        """Return the number of tokens that can be added to a sequence."""
+        """Return the number of tokens that can still be added to a sequence."""
         return self.max_tokens - self.lengths[number]
 
     def remove(self, number: int) -> None:
-        """Remove a sequence; the last sequence takes over its number."""
+        """Remove a sequence. The last sequence then takes over its number."""
         last, length = len(self) - 1, self.lengths[-1]
         if number != last:
             self.cache.copy_row(last, number, length)
@@ -327,8 +330,8 @@ def _eager(
 ) -> Tensor:
     """Compute one decoding step without compilation. See `CompiledStep.__call__` for the arguments.
 
-    This is a function and not a method of `BatchDecoder`. With a method, the decoder would refer to
-    itself, and its cache would stay in memory until the garbage collector runs.
+    This is a function and not a method of `BatchDecoder`. With a method, the decoder would contain
+    a reference to itself, and its cache would stay in memory until the garbage collector runs.
     """
     logits_BV: Tensor = model(input_ids_B1, cache=cache.ragged(lengths_B, reach))[:, -1]
     return logits_BV
@@ -407,10 +410,10 @@ class CompiledStep:
         self._compiled = torch.compile(self._forward, fullgraph=True)
 
     def __call__(self, input_ids_B1: Tensor, lengths_B: Tensor, reach: int) -> Tensor:
-        """Return the logits [B, V] after one more token of each sequence.
+        """Append one token to each sequence. Return the logits [B, V] of the following tokens.
 
         Args:
-            input_ids_B1: the new tokens, int64.
+            input_ids_B1: the new token of each sequence, int64.
             lengths_B: length of each sequence before its new token, int64.
             reach: number of cache positions that attention reads (see `RaggedCache`).
         """
@@ -441,8 +444,8 @@ class CompiledStep:
 
 
 def _can_record(model: Model, device: torch.device, cache: KVCache) -> bool:
-    """Return True if decoding steps can be recorded as CUDA graphs. This requires that all
-    operations of a step run on the GPU, and that the CPU does not read any intermediate result.
+    """Return True if decoding steps can be recorded as CUDA graphs. For this, all operations of a
+    step must run on the GPU, and the CPU must not read any intermediate result.
     """
     if device.type != "cuda" or cache.has_states or reads_rows_of_experts(model):
         return False
@@ -474,21 +477,21 @@ class RaggedSteps:
         self._ids_B, self._lengths_B = (
             torch.zeros(max_sequences, dtype=torch.int64, device=device) for _ in range(2)
         )
-        #: Tokens and lengths that are already stored on the device.
+        #: New tokens and sequence lengths that are already stored on the device.
         self._known: tuple[list[int], list[int]] = [], []
 
     def __call__(self, ids: list[int], lengths: list[int], rows: int, reach: int) -> Tensor:
-        """Return the logits [rows, V] after one more token of each sequence.
+        """Append one token to each sequence. Return the logits [rows, V] of the following tokens.
 
         Args:
-            ids: the new tokens.
+            ids: the new token of each sequence.
             lengths: length of each sequence before its new token, at least one.
             rows: number of rows to compute, including unused rows after the sequences. It must
                 depend only on the number of sequences.
             reach: number of cache positions that attention reads (see `RaggedCache`).
         """
         if self._known != (ids, lengths):
-            # Unused rows start at length 0, so they stay shorter than the sequences.
+            # Unused rows have length 0 at first, so they stay shorter than the sequences.
             spare = [0] * (rows - len(ids))
             new_2B = upload([[*ids, *spare], [*lengths, *spare]], self._ids_B.device)
             self._ids_B[:rows], self._lengths_B[:rows] = new_2B
@@ -523,8 +526,8 @@ class RecordedSteps(RaggedSteps):
 
     def __init__(self, compute: _Step, max_sequences: int, device: torch.device) -> None:
         super().__init__(compute, max_sequences, device)
-        #: The graph and the logits [rows, V] of each shape, or None if the shape has been computed
-        #: only once.
+        #: The CUDA graph and its output logits [rows, V] for each shape, or None if the shape has
+        #: been computed only once.
         self._by_shape: OrderedDict[tuple[int, int], tuple[torch.cuda.CUDAGraph, Tensor] | None] = (
             OrderedDict()
         )
@@ -566,7 +569,7 @@ class RecordedSteps(RaggedSteps):
 
 @contextlib.contextmanager
 def _settings(device: torch.device) -> Iterator[None]:
-    """Context manager that applies the compiler settings for decoding."""
+    """Apply the compiler settings for decoding within a `with` block."""
     # This is imported here because importing inductor takes a second, and decoding without
     # compilation does not need it.
     import torch._inductor.config as inductor_config

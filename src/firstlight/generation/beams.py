@@ -27,8 +27,8 @@ class _Beam:
     logprob: float
 
     def score(self, is_ended: bool) -> float:
-        """Return the mean log-probability per token. If the continuation has ended, its end token
-        is counted.
+        """Return the mean log-probability per token. The end token of a continuation that has ended
+        is counted as a token.
         """
         return self.logprob / max(len(self.token_ids) + is_ended, 1)
 
@@ -42,7 +42,8 @@ def search(
         loaded: the model and its tokenizer.
         prompt: text of the prompt.
         prompt_ids: token ids of the prompt.
-        config: settings; only `beams`, `max_new_tokens`, penalties and biases are used.
+        config: settings, of which only `beams`, `max_new_tokens`, the penalties and the biases are
+            used.
 
     Raises:
         ConfigError: the prompt fills the context, or a bias is set for an id beyond the vocabulary.
@@ -93,8 +94,8 @@ def beam_search(
     parameter = next(model.parameters())
     device = parameter.device
     cache = model.make_cache(count, len(prompt_ids) + most, parameter.dtype)
-    # At first there is only one beam, but the prompt is computed in all rows, because every row of
-    # the cache must contain it.
+    # There is only one beam at first. However, the prompt is computed in all rows, because every
+    # row of the cache must contain it.
     ids_BT = torch.tensor([list(prompt_ids)] * count, device=device)
     beams, ended = [_Beam([], 0.0)], list[_Beam]()
     for _ in range(most):
@@ -129,12 +130,12 @@ def _next_beams(
     ends: Collection[int],
     ended: list[_Beam],
 ) -> tuple[list[_Beam], list[int]]:
-    """Return the beams after one more token, most likely first, and, for each of them, the index of
-    the previous beam that it continues.
+    """Extend the beams by one token. Return the new beams, most likely first. Also return the index
+    of the previous beam that each new beam continues.
 
     Args:
         beams: the beams so far.
-        logits_BV: logits of their next tokens; rows beyond the number of beams are ignored.
+        logits_BV: logits of the next token of each beam. Any additional rows are ignored.
         prompt_ids, config: the arguments of `beam_search`.
         ends: end-of-text tokens.
         ended: continuations that have ended, best first. Continuations that end in this step are
@@ -146,8 +147,9 @@ def _next_beams(
     ]
     scores_N = torch.cat(scores)
     vocab_size = logits_BV.shape[1]
-    # There are `config.beams` candidates in addition to the end tokens of all beams, so that enough
-    # beams remain even if every end token is among the most likely tokens.
+    # In addition to one candidate for each end token of each beam, there are `config.beams`
+    # candidates. Enough beams therefore remain even if every end token is among the most likely
+    # tokens.
     wanted = min((1 + max(len(ends), 1)) * config.beams, len(scores_N))
     values, places = scores_N.topk(wanted)
     following, rows = list[_Beam](), list[int]()
@@ -171,8 +173,9 @@ def _next_beams(
 def _logprobs(
     logits_V: Tensor, beam: _Beam, prompt_ids: Sequence[int], config: SamplingConfig
 ) -> Tensor:
-    """Return the log-probabilities of a beam's next token after penalties and biases, fp64 [V] on
-    the CPU."""
+    """Return the log-probabilities of a beam's next token, after penalties and biases have been
+    applied, as fp64 [V] on the CPU.
+    """
     if not logits_V.max().isfinite():
         raise ModelError("the model's outputs are not finite numbers: its weights are unusable")
     if config.repetition_penalty != 1:

@@ -50,8 +50,8 @@ _TEMPLATE_OWN = {"messages", "message", "role", "content", "add_generation_promp
 
 
 def template_words(tokenizer: Tokenizer) -> set[str]:
-    """Return the words in a tokenizer's chat template, including the names of its variables.
-    Without a template, return an empty set.
+    """Return the words in a tokenizer's chat template, including the names of its variables. Return
+    an empty set if there is no template.
     """
     return set(re.findall(r"\w+", tokenizer.chat_template or "")) - _TEMPLATE_OWN
 
@@ -88,9 +88,9 @@ def most_that_fit(count: int, fits: Callable[[int], bool]) -> int:
 
 
 class ConversationDecoder:
-    """Decoder for one text sequence at a time. The key-value cache of the last sequence is kept. If
-    the next sequence begins with the same tokens, only the tokens after the common prefix are
-    computed. Several conversations can share one decoder.
+    """Decoder for one sequence at a time. The key-value cache of the last sequence is kept. If the
+    next sequence begins with the same tokens as the last one, only the tokens after the common
+    prefix are computed. Several conversations can share one decoder.
 
     The cache grows as needed. Each time it grows, the whole sequence is computed again.
 
@@ -113,13 +113,13 @@ class ConversationDecoder:
             # The memory of the old cache is freed before the new cache is allocated.
             self._decoder = None
             size = max(_SMALLEST_DECODER, 1 << (tokens - 1).bit_length())
-            if self._compile:  # A larger decoder would have to be compiled again.
+            if self._compile:  # A larger cache would require compiling again.
                 size = self._model.config.max_position_embeddings
             self._decoder = BatchDecoder(
                 self._model, 1, size, reuse_prefixes=True, compile=self._compile
             )
             self._decoder.warm_up()
-        # An exception such as KeyboardInterrupt can leave sequences behind.
+        # An exception such as KeyboardInterrupt can leave sequences in the decoder.
         while len(self._decoder):
             self._decoder.remove(0)
         return self._decoder
@@ -158,7 +158,7 @@ class AnswerStats:
 
 @dataclass(frozen=True)
 class _Prompt:
-    """Model input from which an answer is generated.
+    """The model input from which an answer is generated.
 
     Attributes:
         ids: token ids of the retained history and the user's message.
@@ -190,8 +190,8 @@ class ChatSession:
         loaded: a model from `firstlight.load`.
         system: the system message, or None.
         settings: sampling settings. None means `CHAT_SETTINGS` combined with the settings in the
-            model's generation_config.json. If a seed is set, answer number n (counted from 0) is
-            sampled with `seed + n`.
+            model's generation_config.json. If a seed is set, the answers are sampled with the seeds
+            `seed`, `seed + 1`, ...
         decoder: decoder that is shared by several conversations with the same model to save memory;
             None creates a new decoder.
         template_options: additional variables of the chat template, such as `enable_thinking`.
@@ -235,8 +235,8 @@ class ChatSession:
 
     @property
     def has_template(self) -> bool:
-        """True if the tokenizer has a chat template. Otherwise, the conversation is plain text that
-        the model continues.
+        """True if the tokenizer has a chat template. If it is False, the conversation is plain text
+        that the model continues.
         """
         return self._tokenizer.chat_template is not None
 
@@ -272,7 +272,8 @@ class ChatSession:
         return first[0]["content"] if first and first[0]["role"] == "system" else None
 
     def set_system(self, text: str | None) -> None:
-        """Replace the system message; None or "" removes it. The other messages are kept.
+        """Replace the system message, or remove it if the argument is None or "". All other
+        messages are kept.
 
         Raises:
             ConfigError: the model has no chat template.
@@ -342,8 +343,8 @@ class ChatSession:
         return self._answered(self._prompt(self.messages, text))
 
     def retry(self) -> Iterator[str]:
-        """Answer the last message again, and replace its previous answer. See `answer` for the
-        result.
+        """Answer the last user message again, and replace its previous answer. The result is the
+        same as that of `answer`.
 
         Raises:
             ConfigError: there is no message to answer.
@@ -443,8 +444,8 @@ class ChatSession:
 
         Args:
             tokens: number of tokens that must fit into the prompt.
-            what_else: phrase for the error message that describes the part of `tokens` in addition
-                to the user message, such as " with the system message".
+            what_else: phrase that describes the tokens other than those of the user message, such
+                as " with the system message". It is part of the error message.
 
         Raises:
             ConfigError: `tokens` exceeds the maximum.
@@ -460,7 +461,7 @@ class ChatSession:
 
 
 def _add_parts(answer: Message, parts: Sequence[AnswerPart]) -> Iterator[str]:
-    """Add parts of an answer to a message, and yield the text of each part."""
+    """Append parts of an answer to a message, and yield the text of each part."""
     for part in parts:
         # A chat session has no tools, so tool calls are shown as text.
         content = part.content + "".join(f"{call.name} {call.arguments}" for call in part.calls)

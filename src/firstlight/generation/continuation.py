@@ -56,31 +56,33 @@ class Generation:
 
 
 class Continuation:
-    """Chooses the tokens of a single text from the model's logits, and decodes them.
+    """Chooses the tokens of a single continuation from the model's logits, and decodes them to
+    text.
 
     Args:
         prompt_ids: token ids of the prompt.
         config: sampling settings. If they do not include a seed, one is drawn.
-        context: the model's context, in tokens.
+        context: length of the model's context, in tokens.
         eos_token_ids: ids of the end-of-text tokens.
         tokenizer: tokenizer that decodes the tokens. Without a tokenizer, the returned text is
             empty and stop strings have no effect.
-        constraint: constraint on the tokens, such as a schema. The text ends when the constraint is
-            satisfied. None allows all tokens.
+        constraint: constraint on the tokens, such as a schema. Generation ends when the constraint
+            is satisfied. None allows all tokens.
         shown: special tokens that are included in the text (see `TextStream`).
 
     Attributes:
         config: sampling settings, always including a seed.
         prompt_ids: token ids of the prompt.
         token_ids: tokens chosen so far, without the end token.
-        finish_reason: None while the text is being generated, then the same as in `Generation`.
+        finish_reason: reason for the end of the continuation (see `Generation`); None while the
+            continuation is being generated.
         logprobs: log-probabilities of the chosen tokens (see `Generation`).
         prompt_logprobs: log-probabilities of all prompt tokens except the first, or None if the
             config does not request them.
         choices: most likely tokens at each position (see `Generation`).
         is_plain: True if the next token depends only on the logits and the random generator,
             because there are no penalties, biases or constraints.
-        settings: settings that must be equal for the tokens of several texts to be chosen together.
+        settings: settings that must be equal in all continuations whose tokens are chosen together.
     """
 
     def __init__(
@@ -156,22 +158,23 @@ class Continuation:
         return shifted(logits_V, self.config, self._seen, self._counts, allowed_V=allowed_V)
 
     def push(self, chosen: Chosen | Exception) -> str:
-        """Append the next token, or end the text. Return the piece of text that has become final,
-        which is often empty.
+        """Append the next token, or end the continuation. Return the piece of text that has become
+        final, which is often empty.
 
         If `finish_reason` is still None, the caller computes the logits after the last token in
         `token_ids`, then calls `choose_tokens` and `push` again.
 
         Args:
-            chosen: result of `choose_tokens` for this text. If it is an exception, it is raised
-                here.
+            chosen: result of `choose_tokens` for this continuation. If it is an exception, it is
+                raised here.
 
         Raises:
             Exception: `chosen` is an exception.
             SchemaError: the constraint takes too long to follow.
         """
         assert self.finish_reason is None
-        # True if no new tokens were requested, or if the prompt fills the context.
+        # This can be true at the first call, if no new tokens were requested or if the prompt fills
+        # the context.
         if len(self.token_ids) >= self._most:
             return self._end("length")
         if isinstance(chosen, Exception):
@@ -209,7 +212,7 @@ class Continuation:
 
 @dataclass(frozen=True)
 class Chosen:
-    """The next token of a text.
+    """The next token of a continuation.
 
     Attributes:
         token_id: id of the token.
@@ -227,22 +230,23 @@ def choose_tokens(
     logits_BV: Tensor,
     keep: Callable[[Tensor, list[int]], None] | None = None,
 ) -> list[Chosen | Exception]:
-    """Choose the next token of each text. On a GPU, all results are copied to the host at once.
+    """Choose the next token of each of B continuations. On a GPU, all results are copied to the
+    host at once.
 
     Args:
-        texts: texts that are not finished.
-        logits_BV: logits of their next tokens.
-        keep: callback that receives the token ids, int64 [B] on the device, and a list that will
-            contain the same ids after they have been copied to the host.
+        texts: the continuations, none of which has ended.
+        logits_BV: logits of the next token of each continuation.
+        keep: callback that receives two arguments: the token ids, int64 [B] on the device, and a
+            list that will contain these ids after they have been copied to the host.
 
     Returns:
-        For each text, the value to pass to `Continuation.push`. If the choice failed for a text,
-        this is an exception; the other texts are not affected.
+        For each continuation, the value to pass to `Continuation.push`. If no token could be
+        chosen, this value is an exception. The other continuations are not affected.
     """
     if not logits_BV.is_cuda:  # Apple's GPUs do not support fp64.
         logits_BV = logits_BV.cpu()
     shifted_BV, errors = _shifted(texts, logits_BV)
-    # Tokens of texts with the same settings are chosen together.
+    # The tokens of continuations with the same settings are chosen together.
     groups: dict[tuple[float | None, ...], list[int]] = {}
     for row, text in enumerate(texts):
         groups.setdefault(text.settings, []).append(row)
@@ -266,7 +270,7 @@ def choose_tokens(
     ids: list[int] = []
     if keep is not None:
         ids_B = torch.cat([one[0] for one in columns])[:, 0]
-        if len(groups) > 1:  # Restore the order of the texts.
+        if len(groups) > 1:  # Restore the order of the continuations.
             ids_B = torch.empty_like(ids_B).index_copy_(0, order_B, ids_B)
         keep(ids_B, ids)
     read = iter(_read([column for one in columns for column in one]))
@@ -283,8 +287,8 @@ def choose_tokens(
 def _shifted(
     texts: Sequence[Continuation], logits_BV: Tensor
 ) -> tuple[Tensor, dict[int, Exception]]:
-    """Return the logits [B, V] after penalties, biases and constraints, and a mapping from row to
-    error for texts whose constraint or bias raised one.
+    """Return the logits [B, V] after penalties, biases and constraints. Also return a mapping from
+    row to error for the continuations whose constraint or bias raised an error.
     """
     shifted, errors = dict[int, Tensor](), dict[int, Exception]()
     for row, text in enumerate(texts):
@@ -295,7 +299,7 @@ def _shifted(
                 errors[row] = error
     if shifted:
         rows = [shifted[row] if row in shifted else logits_BV[row] for row in range(len(texts))]
-        # Avoid a copy if there is only one text.
+        # Avoid a copy if there is only one continuation.
         logits_BV = rows[0][None] if len(rows) == 1 else torch.stack([row.float() for row in rows])
     return logits_BV, errors
 
@@ -303,8 +307,8 @@ def _shifted(
 def _columns(
     logits_GV: Tensor, shifted_GV: Tensor, config: SamplingConfig, numbers_G: Tensor | None
 ) -> list[Tensor]:
-    """Return the tensors from which `_chosen` reads the results of G texts with the same settings.
-    Each tensor has the shape [G, W], with a different width W.
+    """Return the tensors from which `_chosen` reads the results for G continuations with the same
+    settings. Each tensor has shape [G, W], where W is different for each tensor.
     """
     ids_G1, probabilities_GV = sample_rows(shifted_GV, config, numbers_G)
     columns = [ids_G1, logits_GV.amax(-1, keepdim=True)]
@@ -321,7 +325,9 @@ def _columns(
 
 
 def _read(tensors: Sequence[Tensor]) -> list[list[list[float]]]:
-    """Return the values of two-dimensional tensors, read from a GPU in a single copy."""
+    """Return the values of several two-dimensional tensors as lists. If the tensors are on a GPU,
+    all values are copied at once.
+    """
     if not tensors[0].is_cuda:
         return [tensor.tolist() for tensor in tensors]
     # fp64 represents ids and fp32 values exactly.
@@ -335,8 +341,9 @@ def _read(tensors: Sequence[Tensor]) -> list[list[list[float]]]:
 def _chosen(
     config: SamplingConfig, ids: list[float], largest: list[float], *further: list[float]
 ) -> Chosen | Exception:
-    """Return the chosen token of a text, given the text's rows in the tensors from `_columns`.
-    Return an error if the logits are not finite.
+    """Return the token that was chosen for a continuation. The arguments after `config` are the
+    continuation's rows of the tensors from `_columns`. Return an error if the logits are not
+    finite.
     """
     if not math.isfinite(largest[0]):
         return ModelError(_NOT_FINITE)
@@ -356,7 +363,7 @@ def _chosen(
 
 class StopTexts:
     """Passes text through until a stop string occurs. Text that could be the beginning of a stop
-    string is held back until the following text shows whether it is one.
+    string is held back until the following text shows whether it is a stop string.
 
     Args:
         texts: the stop strings, which must not be empty.
@@ -371,7 +378,7 @@ class StopTexts:
         self._held = ""
 
     def push(self, piece: str) -> str:
-        """Add text. Return all text that can't be part of a stop string."""
+        """Add text. Return the text so far that can't be part of a stop string."""
         if not self._texts:
             return piece
         text = self._held + piece
@@ -397,13 +404,14 @@ def overlap(text: str, stop: str) -> int:
 
 @dataclass(frozen=True)
 class TokenChoice:
-    """A token that was a candidate at one position.
+    """A candidate for the token at one position.
 
     Attributes:
         token_id: id of the token.
         model: probability of the token according to the model.
         sampled: sampling probability of the token, after penalties, biases, temperature, min_p,
-            top_k and top_p. With temperature 0, it is 1 for the chosen token and 0 for the others.
+            top_k and top_p. With temperature 0, the probability is 1 for the chosen token and 0 for
+            all other tokens.
         is_chosen: True for the chosen token.
     """
 
@@ -421,7 +429,7 @@ class TokenLogprob:
     Attributes:
         token_id: id of the token.
         logprob: natural logarithm of the token's probability.
-        top: (id, log-probability) of the most likely tokens, most likely first.
+        top: (id, log-probability) of each of the most likely tokens, most likely first.
     """
 
     token_id: int
@@ -450,8 +458,8 @@ def logprobs_of(logits_TV: Tensor, token_ids: Sequence[int], top: int) -> list[T
 
 
 def _logprob_columns(logits_TV: Tensor, ids_T1: Tensor, top: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the log-probability [T, 1] of one token per position, and the ids and
-    log-probabilities [T, N] of the `top` most likely tokens.
+    """Return the log-probability of the given token at each position, [T, 1]. Also return the ids
+    and the log-probabilities of the `top` most likely tokens, [T, N] each.
     """
     logprobs_TV = logits_TV.float().log_softmax(-1)
     best = logprobs_TV.topk(min(top, logprobs_TV.shape[1]))
@@ -461,7 +469,7 @@ def _logprob_columns(logits_TV: Tensor, ids_T1: Tensor, top: int) -> tuple[Tenso
 def _token_logprob(
     token_id: int, logprob: list[float], ids: list[float], values: list[float]
 ) -> TokenLogprob:
-    """Return the log-probability of a token, given the token's rows in the tensors from
-    `_logprob_columns`.
+    """Return the log-probability of a token. The last three arguments are the token's rows of the
+    tensors from `_logprob_columns`.
     """
     return TokenLogprob(token_id, logprob[0], tuple(zip(map(int, ids), values, strict=True)))

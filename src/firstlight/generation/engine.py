@@ -1,5 +1,4 @@
-"""Load a model for generation, and continue a single prompt as a stream or many prompts in a
-batch."""
+"""Load a model for generation. Continue a single prompt as a stream, or many prompts in a batch."""
 
 from __future__ import annotations
 
@@ -28,8 +27,8 @@ from firstlight.tokenizer import Tokenizer
 from firstlight.weights.huggingface import GENERATION_CONFIG_NAME
 from firstlight.weights.loading import LOADING_MODES, LoadingMode
 
-#: Dtypes in which weights are loaded, keyed by the value of `dtype` in `load`. None keeps the dtype
-#: of the file.
+#: Mapping from the `dtype` argument of `load` to the dtype in which weights are loaded. None keeps
+#: the dtype of the file.
 DTYPES = {
     "auto": None,
     "float32": torch.float32,
@@ -79,8 +78,8 @@ def load(
             hint = nearest(value, known) or f" (known: {', '.join(known)})"
             raise ConfigError(f"{name} '{value}' is unknown{hint}")
     if dtype == "int8" and torch.device(device).type == "cuda":
-        # On CUDA GPUs, torch's int8 kernel is slower than casting the weights to bf16, and the cast
-        # moves 2.5 times as many bytes as a product of bf16 weights.
+        # On CUDA GPUs, torch's int8 kernel is slower than casting the weights to bf16. This cast
+        # moves 2.5 times as many bytes as a matrix product with bf16 weights.
         raise ConfigError(
             "dtype int8 is supported only on CPUs, because it is slower than bfloat16 on a GPU: "
             "use bfloat16, or set the device to cpu"
@@ -100,11 +99,12 @@ def load(
 
 
 def pieces_of(text: Continuation, decoder: BatchDecoder) -> Iterator[str]:
-    """Continue a text until it ends or the caller closes the generator.
+    """Generate a continuation until it ends or the caller closes the generator.
 
     Args:
-        text: continuation that has not been started yet.
-        decoder: an empty decoder, which is emptied again afterwards.
+        text: a continuation for which no tokens have been generated yet.
+        decoder: a decoder without sequences. The sequence that is added to it is removed at the
+            end.
 
     Yields:
         For each new token, the piece of text that becomes final, which is often empty.
@@ -113,13 +113,14 @@ def pieces_of(text: Continuation, decoder: BatchDecoder) -> Iterator[str]:
         ConfigError, ModelError: see `require_prompt` and `Continuation.push`.
     """
     assert len(decoder) == 0
-    # When the context is full, half of it is kept. If less were kept, more text than necessary
-    # would be dropped. If more were kept, the kept text would have to be recomputed more often.
+    # When the context is full, half of its tokens are kept. If fewer tokens were kept, more text
+    # than necessary would be dropped. If more tokens were kept, they would have to be recomputed
+    # more often.
     kept = max(decoder.max_tokens // 2, 1)
     slides_by = text.config.slide_tokens
     if slides_by is not None:
-        # With the next token, the text is one token longer than the context. Its oldest tokens are
-        # dropped.
+        # Including the next token, the sequence is one token longer than the context, so its oldest
+        # tokens are dropped.
         kept = max(decoder.max_tokens + 1 - slides_by, 1)
     prompt_ids = text.prompt_ids
     if text.config.slide and len(prompt_ids) >= decoder.max_tokens:
@@ -132,8 +133,8 @@ def pieces_of(text: Continuation, decoder: BatchDecoder) -> Iterator[str]:
             if decoder.room(0):
                 (chosen,) = next_tokens([text], decoder)
             else:
-                # The text is recomputed, because positions are now counted from the beginning of
-                # the kept text.
+                # The kept tokens are recomputed, because their positions have changed: positions
+                # are counted from the first kept token.
                 decoder.remove(0)
                 kept_ids = [*text.prompt_ids, *text.token_ids][-kept:]
                 logits_V = decoder.add(kept_ids, may_fill=slides_by is not None)
@@ -146,18 +147,18 @@ def pieces_of(text: Continuation, decoder: BatchDecoder) -> Iterator[str]:
 def pieces_of_many(
     texts: Sequence[Continuation], decoder: BatchDecoder
 ) -> Iterator[tuple[int, str]]:
-    """Continue texts until they end, `decoder.max_sequences` at a time. When a text ends, the next
-    one starts immediately.
+    """Generate several continuations until they end, with up to `decoder.max_sequences` at a time.
+    When a continuation ends, the next one starts immediately.
 
     Args:
-        texts: continuations that have not been started yet.
-        decoder: an empty decoder.
+        texts: continuations for which no tokens have been generated yet.
+        decoder: a decoder without sequences.
 
     Yields:
-        For each new token, the index of its text, and the piece of text that becomes final.
+        For each new token, the index of its continuation, and the piece of text that becomes final.
 
     Raises:
-        ConfigError: the config of a text enables `slide` or `beams`.
+        ConfigError: the config of a continuation enables `slide` or `beams`.
         ConfigError, ModelError: see `require_prompt` and `Continuation.push`.
     """
     if any(text.config.slide or text.config.beams > 1 for text in texts):
@@ -185,8 +186,8 @@ def pieces_of_many(
 
 
 def first_tokens(texts: Sequence[Continuation], decoder: BatchDecoder) -> list[Chosen | Exception]:
-    """Add the prompts of texts to a decoder. Return the first new token of each text, as returned
-    by `choose_tokens`.
+    """Add the prompts of several continuations to a decoder. Return the first new token of each
+    continuation, as returned by `choose_tokens`.
 
     Raises:
         ConfigError, ModelError: see `require_prompt`.
@@ -198,8 +199,8 @@ def first_tokens(texts: Sequence[Continuation], decoder: BatchDecoder) -> list[C
 
 
 def next_tokens(texts: Sequence[Continuation], decoder: BatchDecoder) -> list[Chosen | Exception]:
-    """Return the next token of each text in a decoder, as returned by `choose_tokens`. The texts
-    are in the order of the decoder's sequences.
+    """Return the next token of each continuation in a decoder, as returned by `choose_tokens`. The
+    continuations are in the order of the decoder's sequences.
     """
     logits_BV = decoder.step([text.token_ids[-1] for text in texts])
     return choose_tokens(texts, logits_BV, decoder.keep if logits_BV.is_cuda else None)
@@ -243,7 +244,7 @@ def with_model_settings(
     Args:
         config: sampling settings.
         loaded: the model.
-        named: names of the settings that the user has specified, which are not changed.
+        named: names of the settings that the user has specified. These settings are not changed.
 
     Raises:
         ConfigError: a setting of the model is out of range.
@@ -340,9 +341,10 @@ def generate(
     choices: int | None = None,
     compile: bool = False,
 ) -> Generation:
-    """Continue a text. `SamplingConfig` describes the settings in more detail. For temperature,
-    top_k, top_p, min_p and repetition_penalty, None means the value in the model's
-    generation_config.json or, if it is missing there, the default of `SamplingConfig`.
+    """Generate a continuation of a prompt. `SamplingConfig` describes the settings in more detail.
+    If temperature, top_k, top_p, min_p or repetition_penalty is None, its value is taken from the
+    model's generation_config.json. If the value is missing there, the default of `SamplingConfig`
+    is used.
 
     Args:
         checkpoint: a folder or hub id as in `load`, or a model returned by `load`.
@@ -401,17 +403,17 @@ def generate_batch(
     batch_size: int = 8,
     compile: bool = False,
 ) -> list[Generation]:
-    """Continue several prompts in a batch. Except for rounding, each continuation is the same as
-    with `generate`.
+    """Generate continuations of several prompts in a batch. Except for rounding, each continuation
+    is the same as the result of `generate`.
 
-    When one continuation ends, the next one starts immediately. If the config has a seed, it is
-    used for every continuation; otherwise, each of them gets a different random seed. In a batch,
-    logits can differ in the last fp32 digit from those of a single prompt. If two tokens are almost
-    equally likely, a different token can therefore be chosen.
+    When one continuation ends, the next one starts immediately. If the config has a seed, this seed
+    is used for every continuation. Otherwise, each continuation gets a different random seed. The
+    logits of a prompt in a batch can differ in the last fp32 digit from the logits of the prompt
+    alone. If two tokens are almost equally likely, a different token can therefore be chosen.
 
     Args:
         loaded: a model from `load`.
-        prompts: texts that the model continues.
+        prompts: the prompts to continue.
         config: sampling settings.
         batch_size: maximum number of continuations that are generated simultaneously.
         compile: True to decode with torch.compile (see `GenerationStream`).

@@ -2,11 +2,12 @@
 decoding, where each sequence has only one new token.
 
 With few rows, the speed of a linear layer is limited by memory bandwidth: its run time is the time
-needed to read its weights. In measurements, torch's kernels for one row reached only a third of the
-memory bandwidth, because they read several rows of the weight matrix at once and do not prefetch
-across pages. The kernels in `few_rows.cpp` read the rows in order and prefetch further ahead. They
-are compiled on first use, which takes one or two seconds, and stored in the user's cache folder.
-Weights can be rounded to 8 bits (`Int8Linear`), which halves the number of bytes to read.
+needed to read its weights. In measurements, torch's kernels for inputs with one row reached only a
+third of the memory bandwidth, because they read several rows of the weight matrix at once and do
+not prefetch across pages. The kernels in `few_rows.cpp` read the rows in order and prefetch further
+ahead. They are compiled on first use, which takes one or two seconds, and stored in the user's
+cache folder. Weights can be rounded to 8 bits (`Int8Linear`), which halves the number of bytes to
+read.
 """
 
 from __future__ import annotations
@@ -90,7 +91,7 @@ def use_few_rows(model: Model) -> None:
     only after `lay_out`.
 
     Args:
-        model: a model for generation.
+        model: a model that is only used for generation.
     """
     for module in model.modules():
         # Only these exact classes are changed, because a subclass can have a different forward
@@ -118,9 +119,9 @@ def lay_out(model: Model) -> None:
 
 @torch.no_grad()
 def use_large_pages(model: Model, *, is_mapped: bool) -> None:
-    """Move the weights of linear layers, in place, to memory with 2 MiB pages, where Linux supports
-    them. With 4 KiB pages, address translation takes a sixth of a decoding step. Values and weight
-    tying stay the same.
+    """Move the weights of linear layers to memory with 2 MiB pages, in place, if Linux supports
+    such pages. With 4 KiB pages, address translation takes a sixth of the time of a decoding step.
+    Values and weight tying stay the same.
 
     Args:
         model: a model changed by `use_few_rows` that has not been passed to a decoder yet. Conv1D
@@ -149,8 +150,9 @@ def use_large_pages(model: Model, *, is_mapped: bool) -> None:
 
 
 def takes_few_rows(x: Tensor, weight: Tensor) -> bool:
-    """Return True if `few_rows_linear` can be used: `x` has at most `MOST_ROWS` rows and is on the
-    CPU, a kernel exists for the dtypes, and neither gradients nor autocast are enabled.
+    """Return True if `few_rows_linear` can be used. For this, `x` must be on the CPU and have at
+    most `MOST_ROWS` rows, a kernel must exist for the dtypes, and gradients and autocast must be
+    disabled.
 
     Args:
         x: [..., in].
@@ -169,7 +171,7 @@ def takes_few_rows(x: Tensor, weight: Tensor) -> bool:
 
 def few_rows_linear(x: Tensor, weight: Tensor, scale: Tensor | None, bias: Tensor | None) -> Tensor:
     """Return `x @ weight.T * scale + bias`, accumulated in fp32 and rounded once. The result of a
-    row does not depend on the other rows, not even in its rounding.
+    row does not depend on the other rows. Even its rounding is the same for any number of rows.
 
     Args:
         x: [..., in], float32 or bfloat16, with at most `MOST_ROWS` rows.
@@ -228,7 +230,7 @@ _NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.int8: "int
 
 
 def has_kernels() -> bool:
-    """Return True if this machine can compile and load the kernels for few rows."""
+    """Return True if this machine can compile and load the kernels for inputs with few rows."""
     return bool(_products())
 
 
@@ -259,7 +261,7 @@ def steps() -> dict[torch.dtype, _Kernel]:
 
 
 def _kernels(kind: str, types: list[Any]) -> dict[torch.dtype, _Kernel]:
-    """Return the kernel for each weight dtype.
+    """Return a dict with the kernel for each weight dtype.
 
     Args:
         kind: "product" or "step".

@@ -1,5 +1,5 @@
-"""Compute a decoding step of a plain Llama, for a few sequences on a CPU, in a single call into
-`few_rows.cpp`.
+"""Compute a decoding step of a plain Llama model on a CPU, for a small number of sequences, in a
+single call into `few_rows.cpp`.
 
 With separate torch operations, a step of a small model takes twice as long as reading the model's
 weights, because each layer consists of 20 operations, each of which starts threads and allocates
@@ -28,8 +28,8 @@ MOST_TEXTS = 16
 
 
 class _Linear(ctypes.Structure):
-    """Mirrors the struct `Linear` in few_rows.cpp. The next two classes mirror the structs `Layer`
-    and `Llama`.
+    """ctypes equivalent of the struct `Linear` in few_rows.cpp. The next two classes are the
+    equivalents of the structs `Layer` and `Llama`.
     """
 
     _fields_ = [(name, ctypes.c_void_p) for name in ("weight", "scale", "bias")]
@@ -58,7 +58,8 @@ class _Llama(ctypes.Structure):
 
 
 class LlamaStep:
-    """Decoding step for the first sequences of a cache. Instances are created by `llama_step`.
+    """Decoding step for the sequences in the first rows of a cache. Instances are created by
+    `llama_step`.
 
     Results are rounded at the same points as in the model, except that attention keeps fp32 between
     its operations.
@@ -97,8 +98,8 @@ class LlamaStep:
             own.window = config.attention_spec(number).window or 0
         threads, width = torch.get_num_threads(), config.num_attention_heads * config.head_dim
         keys = config.num_key_value_heads * config.head_dim
-        # Sizes of the buffers of `Work` in few_rows.cpp: those that all threads share, and those of
-        # each thread.
+        # Sizes of the buffers of `Work` in few_rows.cpp. The first buffers are shared by all
+        # threads, and the remaining buffers exist once per thread.
         shared = (config.hidden_size, width, keys, keys, width, config.intermediate_size)
         each = (config.head_dim, config.head_dim, max(cache.max_tokens, config.head_dim))
         normed = self.most_rows * _padded(config.hidden_size)
@@ -127,10 +128,10 @@ class LlamaStep:
         self._threads = threads
 
     def __call__(self, token_ids: Sequence[int], lengths: Sequence[int]) -> Tensor:
-        """Return the logits [B, V] after one more token of each sequence.
+        """Append one token to each sequence. Return the logits [B, V] of the following tokens.
 
         Args:
-            token_ids: the new tokens of the first B sequences, at most `most_rows`.
+            token_ids: the new token of each of the first B sequences. B is at most `most_rows`.
             lengths: number of tokens in each sequence before its new token.
 
         Raises:
@@ -162,8 +163,8 @@ class LlamaStep:
 
 
 def llama_step(model: Model, cache: KVCache) -> LlamaStep | None:
-    """Return a decoding step for a model and its cache, or None if the model is not a plain Llama
-    on a CPU with kernels for its dtype.
+    """Return a decoding step for a model and its cache. Return None if the model is not a plain
+    Llama model on a CPU, or if there are no kernels for its dtype.
 
     Args:
         model: a model in evaluation mode that was changed by `few_rows.use_few_rows`.

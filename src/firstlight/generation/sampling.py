@@ -22,8 +22,8 @@ def sample_rows(
     Args:
         logits_GV: logits for one position in each of G sequences, after penalties and biases.
         config: sampling settings, which are the same for all sequences.
-        numbers_G: one number from `uniform_numbers` per sequence; can be None only with temperature
-            0.
+        numbers_G: one number from `uniform_numbers` for each sequence. It can be None only if the
+            temperature is 0.
 
     Returns:
         The ids, int64 [G, 1], and the probabilities from which they were drawn, fp32 [G, V]. With
@@ -51,7 +51,7 @@ def shifted(
         seen: ids to which the repetition penalty applies.
         counts: number of occurrences of each token id among the new tokens, for the frequency and
             presence penalties.
-        allowed_V: bool mask, true for the tokens that can be chosen; None allows all tokens.
+        allowed_V: bool mask of the tokens that can be chosen; None allows all tokens.
 
     Raises:
         ConfigError: `logit_bias` contains an id beyond the model's vocabulary.
@@ -65,8 +65,8 @@ def shifted(
 
 
 def uniform_numbers(seed: int) -> Iterator[float]:
-    """Yield an endless sequence of random numbers in [0, 1) with full fp64 precision. They are
-    drawn on the CPU, so that a seed gives the same text on every device.
+    """Yield an endless sequence of random numbers in [0, 1) with full fp64 precision. The numbers
+    are drawn on the CPU, so that a seed gives the same text on every device.
     """
     generator = torch.Generator().manual_seed(seed)
     while True:
@@ -83,7 +83,7 @@ def draw(probabilities_GV: Tensor, numbers_G: Tensor) -> Tensor:
     vocabulary of 50,000 tokens.
 
     Args:
-        probabilities_GV: probabilities of each row, which need not sum to 1.
+        probabilities_GV: probabilities of the indices in each row, which need not sum to 1.
         numbers_G: one number from `uniform_numbers` per row, fp64.
 
     Returns:
@@ -91,15 +91,16 @@ def draw(probabilities_GV: Tensor, numbers_G: Tensor) -> Tensor:
     """
     cumulative_GV = probabilities_GV.cumsum(-1, dtype=torch.float64)
     totals_G = cumulative_GV[:, -1]
-    # If the product were rounded up to the total, the index would be out of range.
+    # The minimum is needed because the product can be rounded up to the total, for which the index
+    # would be out of range.
     below_G = (numbers_G * totals_G).minimum(totals_G.nextafter(torch.zeros_like(totals_G)))
     found_G1 = torch.searchsorted(cumulative_GV, below_G[:, None], right=True)
-    # NaN probabilities would give an index out of range.
+    # If the probabilities are NaN, the index would be out of range without this limit.
     return found_G1.clamp_(max=probabilities_GV.shape[-1] - 1)
 
 
 def penalize(logits_V: Tensor, penalty: float, seen: Collection[int]) -> Tensor:
-    """Return logits, fp32 [V], after the repetition penalty (Keskar et al. 2019, CTRL, arXiv
+    """Return the logits, fp32 [V], after the repetition penalty (Keskar et al. 2019, CTRL, arXiv
     1909.05858). Positive logits of the tokens in `seen` are divided by the penalty. Negative logits
     are multiplied by the penalty.
     """

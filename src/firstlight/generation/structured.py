@@ -1,9 +1,9 @@
-"""Constrained decoding: each token is chosen from only the tokens that a JSON Schema allows.
+"""Constrained decoding: each token is chosen only from the tokens that a JSON Schema allows.
 
 The llguidance library computes the allowed tokens. Some schemas make it use unlimited time and
 memory, so it runs in two child processes with limits (see `files.limits`). One process tries out
-each new schema before generation starts. The other process tracks the texts that are being
-generated, which therefore never have to wait for a slow new schema.
+each new schema before generation starts. The other process tracks the sequences that are being
+generated. These sequences therefore never have to wait for a slow new schema.
 
 torch and numpy are imported inside functions, because the child processes do not need them.
 """
@@ -27,7 +27,7 @@ from firstlight.files.limits import LimitedProcess, LimitExceededError
 if TYPE_CHECKING:
     from torch import Tensor
 
-#: CPU time limits, in seconds, for trying out a new schema and for each token.
+#: CPU time limits for trying out a new schema and for each token, in seconds.
 _SCHEMA_SECONDS, _TOKEN_SECONDS = 1.0, 1.0
 #: Memory limit of each process in bytes, not including the loaded vocabulary.
 _MEMORY = 256 * 2**20
@@ -63,7 +63,8 @@ def can_structure() -> bool:
 
 
 class Grammars:
-    """Creates constraints for texts that share a vocabulary, and manages the two child processes.
+    """Creates constraints for sequences that share a vocabulary, and manages the two child
+    processes.
 
     Args:
         vocabulary: tokens of the model.
@@ -80,8 +81,8 @@ class Grammars:
         self._tried = functools.lru_cache(maxsize=256)(self._try)
 
     def constraint(self, schema: dict[str, Any]) -> Constraint:
-        """Create a constraint that makes a single text follow a schema. A new schema is tried out
-        first, which takes at most `_SCHEMA_SECONDS`.
+        """Create a constraint that makes a single sequence follow a schema. A new schema is tried
+        out first, which takes at most `_SCHEMA_SECONDS`.
 
         Raises:
             SchemaError: the schema is not supported, or takes too much time or memory.
@@ -115,11 +116,11 @@ class Grammars:
 
 
 class Constraint:
-    """Constraint that a schema imposes on the tokens of one text.
+    """Constraint that a schema imposes on the tokens of one sequence.
 
     Args:
-        process: the child process that tracks the text.
-        number: number that identifies the text in that process.
+        process: the child process that tracks the sequence.
+        number: number that identifies the sequence in this process.
         schema: the schema as JSON.
     """
 
@@ -129,14 +130,14 @@ class Constraint:
         self._schema = schema
         self._tokens: list[int] = []
         self._mask: bytes | None = None
-        #: Result of `_Process.start` at the time the text was sent to the process, or 0 if it has
-        #: not been sent yet.
+        #: Result of `_Process.start` at the time when the sequence was sent to the process, or 0 if
+        #: it has not been sent yet.
         self._known_in = 0
         weakref.finalize(self, process.note_end, number)
 
     def allowed(self, vocab_size: int) -> Tensor:
-        """Return a bool mask [V] on the CPU, true for the tokens that can come next. If the text
-        can end here, the mask includes the end tokens.
+        """Return a bool mask [V] on the CPU, which is True for the tokens that are allowed next. If
+        the sequence can end here, the mask includes the end tokens.
         """
         import numpy as np
         import torch
@@ -151,19 +152,21 @@ class Constraint:
         return found
 
     def push(self, token_id: int) -> bool:
-        """Add the chosen token. Return True if the text is complete, so no token can follow."""
+        """Add the chosen token. Return True if the sequence is complete, so that no token can
+        follow.
+        """
         self._tokens.append(token_id)
         return self._follow([token_id])
 
     def _follow(self, tokens: list[int]) -> bool:
-        """Send the new tokens to the process and set `_mask`. Return True if the text is
+        """Send the new tokens to the child process and set `_mask`. Return True if the sequence is
         complete.
         """
         with self._process.lock:
             request: dict[str, Any] = {"text": self._number, "tokens": tokens}
             if self._known_in != self._process.start():
-                # The process does not have the text, either because the text is new, or because the
-                # process was restarted after a different schema exceeded a limit.
+                # The process does not know the sequence. Either the sequence is new, or the process
+                # was restarted after a different schema exceeded a limit.
                 request |= {"schema": self._schema, "tokens": self._tokens}
                 self._known_in = self._process.start()
             complete, self._mask = self._process.ask(request, _TOKEN_SECONDS)
@@ -171,7 +174,7 @@ class Constraint:
 
 
 class _Process(LimitedProcess):
-    """Child process that tracks texts and computes the allowed tokens with `Matchers`.
+    """Child process that tracks sequences and computes the allowed tokens with `Matchers`.
 
     Args:
         vocabulary: tokens of the model.
@@ -188,13 +191,13 @@ class _Process(LimitedProcess):
         self._ended: list[int] = []
 
     def start(self) -> int:
-        """Start the process if it is not running. Return the number of starts so far."""
+        """Start the process if it is not running. Return how often it has been started so far."""
         with _schema_limits():
             return super().start()
 
     def ask(self, request: dict[str, Any], seconds: float) -> tuple[bool, bytes]:
-        """Send a request. Return True if the text is complete, and the mask of allowed next tokens
-        (see `Matchers`).
+        """Send a request. Return whether the sequence is complete, and the mask of the tokens that
+        are allowed next (see `Matchers`).
 
         Args:
             request: the request.
@@ -212,7 +215,7 @@ class _Process(LimitedProcess):
         return found["complete"], bytes.fromhex(found["mask"])
 
     def note_end(self, number: int) -> None:
-        """Record that a text has ended. The process is notified with the next request."""
+        """Record that a sequence has ended. The process is notified with the next request."""
         self._ended.append(number)
 
 
@@ -266,7 +269,7 @@ class _Vocabulary:
         self._longest = max(map(len, self._ids))
 
     def __call__(self, text: bytes | str) -> list[int]:
-        """Encode text by taking the longest matching token at each position. llguidance does not
+        """Encode text by choosing the longest matching token at each position. llguidance does not
         need the exact ids that the tokenizer would return.
         """
         content = text.encode() if isinstance(text, str) else text
@@ -277,13 +280,14 @@ class _Vocabulary:
                     found.append(self._ids[content[place:end]])
                     break
             else:
-                end = place + 1  # No token matches here, so one byte is skipped.
+                end = place + 1  # No token matches, so skip one byte.
             place = end
         return found
 
 
 class Matchers:
-    """The llguidance matchers of all texts that follow a schema, keyed by text number.
+    """The llguidance matchers of all sequences that follow a schema, keyed by the numbers of the
+    sequences.
 
     Args:
         tokens, special: tokens of the vocabulary (see `_Vocabulary`).
@@ -309,15 +313,15 @@ class Matchers:
         """Answer a request.
 
         Args:
-            request: a dict with the number of the text (`text`) and its new tokens (`tokens`). It
-                can also contain the schema as JSON if the text is new to this process (`schema`), a
-                number of tokens to generate at random (`walk`), and the numbers of texts that have
-                ended (`forget`).
+            request: a dict. `text` is the number of the sequence, and `tokens` contains its new
+                tokens. All other keys are optional: `schema` is the schema as JSON, if the sequence
+                is new to this process. `walk` is a number of tokens to generate at random. `forget`
+                contains the numbers of sequences that have ended.
 
         Returns:
             `{"error": str}`, or `{"complete": bool, "mask": str}`. The mask has one bit per token
-            id, set for the allowed next tokens, with the lowest bit of a byte first. It is encoded
-            in hexadecimal, and is empty if no token can follow.
+            id, which is set if the token is allowed next. The lowest bit of each byte comes first.
+            The mask is encoded in hexadecimal. It is empty if no token can follow.
         """
         for number in request.get("forget", ()):
             self._matchers.pop(number, None)
@@ -344,7 +348,7 @@ class Matchers:
             del self._matchers[number]
             return {"error": matcher.get_error()}
         stopped = matcher.is_stopped()
-        # The matcher stopped before the text was complete, so no text satisfies the schema.
+        # The matcher stopped before the sequence was complete, so no text satisfies the schema.
         if stopped and not matcher.is_accepting():
             return {"error": "no text satisfies the schema"}
         return {"complete": stopped, "mask": "" if stopped else mask.hex()}

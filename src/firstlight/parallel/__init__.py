@@ -1,4 +1,4 @@
-"""Support for runs with several processes.
+"""Train with several processes.
 
 `elastic` starts the processes. `world` reads rank and world size from the launcher's environment
 variables, and `rendezvous` connects the processes and compares their recipes. `group` opens torch's

@@ -54,7 +54,8 @@ def import_deepspeed(device: torch.device) -> ModuleType:
         ConfigError: DeepSpeed was imported for another kind of device.
     """
     if device.type == "cpu":
-        # DeepSpeed selects a device only once per process, and would select a GPU if there is one.
+        # DeepSpeed selects a device only once per process, and it selects a GPU if there is one,
+        # even for a run on the CPU.
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
     try:
         with _quiet():
@@ -101,8 +102,8 @@ class ZeroModel:
         optimizer: an elementwise torch optimizer for all parameters of the model.
         config: the recipe's `distributed` section.
         device: this process's device.
-        precision: the recipe's `efficiency.precision`. With "bf16" and "fp16", matrix products use
-            that dtype. Gradients and parameters are always exchanged in fp32.
+        precision: the recipe's `efficiency.precision`. With "bf16" or "fp16", matrix products use
+            the named dtype. Gradients and parameters are always exchanged in fp32.
         max_grad_norm: maximum L2 norm of the gradients after clipping; 0 disables clipping.
         local_rank: this process's number on its machine.
 
@@ -140,16 +141,16 @@ class ZeroModel:
             _cast_inside(model, device, _CAST[precision])
         sizes = [p.numel() for p in model.parameters()]
         settings: dict[str, Any] = {
-            # The training loop counts sequences and micro-batches, so these two values are
-            # placeholders. With any value above 1 for the accumulation steps, DeepSpeed accumulates
-            # gradients until `set_last(True)` is called.
+            # These two values are placeholders, because the training loop itself counts sequences
+            # and micro-batches. If the number of accumulation steps is above 1, DeepSpeed
+            # accumulates gradients until `set_last(True)` is called.
             "train_micro_batch_size_per_gpu": 1,
             "gradient_accumulation_steps": 2,
             "gradient_clipping": max_grad_norm,
             "steps_per_print": None,
             "zero_allow_untested_optimizer": True,
-            # torch's optimizer updates offloaded parameters on the CPU. DeepSpeed's own CPU
-            # optimizer is not needed and would have to be compiled.
+            # Use torch's optimizer to update offloaded parameters on the CPU, because DeepSpeed's
+            # own CPU optimizer would have to be compiled.
             "zero_force_ds_cpu_optimizer": False,
             "zero_optimization": {
                 "stage": self.stage,
@@ -164,7 +165,9 @@ class ZeroModel:
             weakref.finalize(self.engine, shutil.rmtree, folder, ignore_errors=True)
 
     def forward(self, *inputs: Tensor | None) -> Tensor:
-        """Run the model's forward pass; for the shapes, see `LanguageModel.forward`."""
+        """Run the model's forward pass. The arguments and the result have the same shapes as those
+        of `LanguageModel.forward`.
+        """
         # `_cast_inside` has enabled autocast inside the model, because DeepSpeed disables it
         # outside.
         with torch.autocast(self.device.type, enabled=False):
@@ -244,7 +247,7 @@ def zero_settings(
     settings: dict[str, Any] = {
         "reduce_bucket_size": max(*sizes, min(sum(sizes), _BUCKET)),
         "overlap_comm": not on_cpu,
-        # DeepSpeed's defaults for stage 3.
+        # Default values that DeepSpeed uses in stage 3.
         "stage3_param_persistence_threshold": 100_000,
         "stage3_max_live_parameters": 1_000_000_000,
     }
@@ -284,7 +287,9 @@ def _initialized(
 
 
 def _update(settings: dict[str, Any], changes: Mapping[str, Any]) -> None:
-    """Merge nested values into nested settings. Sections missing from the settings are ignored."""
+    """Merge nested values into nested settings, in place. Values in sections that the settings do
+    not contain are ignored.
+    """
     for key, value in changes.items():
         if isinstance(value, Mapping):
             _update(settings.get(key, {}), value)
@@ -325,8 +330,8 @@ def _gathered(parameter: nn.Parameter, *, changed: bool = False) -> Iterator[Non
 
 
 def _forget_closed_group() -> None:
-    """Make DeepSpeed look up torch's process group again if DeepSpeed still refers to the closed
-    group of an earlier run in this process.
+    """If DeepSpeed still refers to the process group of an earlier run in this process, which has
+    been closed, make DeepSpeed look up torch's current process group.
     """
     from deepspeed.comm import comm
     from deepspeed.utils import groups
@@ -375,9 +380,9 @@ def _offloading(
 
 
 def require_asynchronous_io(local_rank: int) -> None:
-    """Compile DeepSpeed's library for offloading to files, unless an earlier run has compiled it.
-    Compiling takes several minutes, but only once per machine. All processes must call this
-    function.
+    """Compile the library with which DeepSpeed offloads tensors to files, unless an earlier run has
+    compiled it. Compiling takes several minutes, but only once per machine. All processes must call
+    this function.
 
     Args:
         local_rank: this process's number on its machine.
@@ -398,7 +403,7 @@ def require_asynchronous_io(local_rank: int) -> None:
     if local_rank == 0:
         _report_lock(builder.name)
         _load(builder)
-    # The other processes wait, because the library's file is incomplete until the build ends.
+    # Make the other processes wait, because the library's file is incomplete until the build ends.
     barrier()
     _load(builder)
 
@@ -452,8 +457,8 @@ class DeepSpeedEngine(Engine):
     shards_state = True
     updates_itself = True
     averages_gradients = True
-    # A failed step can't be repeated, because some of its gradients may already be in DeepSpeed's
-    # buffers.
+    # A failed step can't be repeated, because DeepSpeed's buffers may already contain some of its
+    # gradients.
     can_repeat_step = False
     _zero: ZeroModel
 
@@ -535,7 +540,7 @@ class ZeroOptimizer(Optimizer):
         precision, local_rank: see `ZeroModel`.
 
     Attributes:
-        zero: the model with its DeepSpeed engine.
+        zero: the distributed model and its DeepSpeed engine.
 
     Raises:
         MissingDependencyError, ConfigError: see `ZeroModel`.
@@ -553,7 +558,7 @@ class ZeroOptimizer(Optimizer):
     ) -> None:
         self._expected: dict[str, Layout] = {}
         super().__init__(model, config)
-        self.reads_found_inf = False  # DeepSpeed's update ignores `found_inf`.
+        self.reads_found_inf = False  # The update runs in DeepSpeed, which ignores `found_inf`.
         self._expected = self._layouts()
         ((self._spec, self._torch),) = self._parts
         self._has_state, self._grad_scale = False, 1.0
@@ -601,8 +606,8 @@ class ZeroOptimizer(Optimizer):
         """Divide the gradients by the `grad_scale` that was passed to `clip_gradients`, clip them
         to `max_grad_norm`, and update the parameters. `found_inf` is ignored.
         """
-        # The loss was scaled outside of DeepSpeed before the backward pass. Setting this value
-        # makes DeepSpeed divide the gradients by the scale in its update.
+        # The loss was scaled outside of DeepSpeed before the backward pass. Tell DeepSpeed the
+        # scale, so that its update divides the gradients by it.
         self._inner.loss_scale = self._grad_scale
         self.zero.engine.step()
         self._inner.loss_scale = 1.0
@@ -612,7 +617,7 @@ class ZeroOptimizer(Optimizer):
         """Clear the gradients in the same way as DeepSpeed does after an fp16 overflow."""
         inner = self._inner
         # DeepSpeed's `zero_grad` does not clear ZeRO's copies of the gradients, which are stored in
-        # buffers and dictionaries. The rest of this method clears them.
+        # buffers and dictionaries. Clear these copies here.
         inner.zero_grad(set_to_none=True)
         is_offloaded = inner.offload_optimizer if self.zero.stage == 3 else inner.cpu_offload
         if is_offloaded:
@@ -622,8 +627,8 @@ class ZeroOptimizer(Optimizer):
             if not is_offloaded:
                 inner.averaged_gradients = {}
             return
-        # DeepSpeed increments this number before each backward pass, so the first pass of a step
-        # has number 0.
+        # DeepSpeed increments this number before each backward pass, so that the first pass of a
+        # step has number 0.
         inner.micro_step_id = -1
         if is_offloaded:
             inner._offload_accumulated_param_ids = set()
@@ -692,7 +697,8 @@ class ZeroOptimizer(Optimizer):
         self.load_state_tensors(tensors)
 
     def _layouts(self) -> dict[str, Layout]:
-        # Parameters sharded by stage 3 have shape [0], so use the layouts recorded before sharding.
+        # Parameters that stage 3 has sharded have shape [0], so use the shapes and strides that
+        # were recorded before sharding.
         return self._expected or super()._layouts()
 
     def _steps(self) -> Tensor:
@@ -702,8 +708,8 @@ class ZeroOptimizer(Optimizer):
         return steps
 
     def _flat(self) -> list[Tensor]:
-        """Return the 1-D tensors that torch's optimizer updates. Each tensor is the concatenation
-        of the shards of many parameters.
+        """Return the 1-D tensors that torch's optimizer updates. Each of these tensors contains the
+        concatenated shards of many parameters.
         """
         inner = self._inner
         if self.zero.stage == 3:
@@ -711,8 +717,8 @@ class ZeroOptimizer(Optimizer):
         return list(inner.single_partition_of_fp32_groups)
 
     def _make_state(self, steps: Tensor | None) -> None:
-        """Create optimizer state with moments of zero. `steps` is the number of completed steps, a
-        scalar tensor.
+        """Create optimizer state in which all moments are zero. `steps` is the number of completed
+        steps, as a scalar tensor.
         """
         keys = {key for layout in self._expected.values() for key in layout}
         for number, flat in enumerate(self._flat()):
@@ -726,8 +732,9 @@ class ZeroOptimizer(Optimizer):
         self._link_state()
 
     def _link_state(self) -> None:
-        """In stages 1 and 2, link the parameters to their state again. DeepSpeed links them after
-        updating the first group of parameters, when the other groups do not have state yet.
+        """In stages 1 and 2, link all parameters to their optimizer state again. DeepSpeed links
+        them after it has updated the first parameter group, when the remaining groups do not have
+        state yet.
         """
         if self.zero.stage < 3:
             self._inner._hp_optimizer_states_linked = False

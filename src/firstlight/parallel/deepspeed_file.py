@@ -54,8 +54,9 @@ _HANDED_ON = (
     "zero_optimization.offload_param.pin_memory",
 )
 
-#: Common keys that are ignored, because firstlight has its own training loop, messages and
-#: checkpoints, always uses torch's optimizers, and keeps parameters in fp32.
+#: Common keys that are ignored. They configure parts of DeepSpeed that firstlight does not use,
+#: because it has its own training loop, messages and checkpoints, always uses torch's optimizers,
+#: and keeps parameters in fp32.
 _WITHOUT_EFFECT = (
     "steps_per_print",
     "wall_clock_breakdown",
@@ -81,7 +82,7 @@ class DeepSpeedFile:
     Attributes:
         recipe: recipe keys such as "optimizer.learning_rate". Each is mapped to the name of the
             corresponding key in the file and that key's value.
-        handed_on: nested settings that are passed to `deepspeed.initialize` in addition to the
+        handed_on: nested settings that are passed to `deepspeed.initialize` together with the
             engine's own settings.
         train_batch_size: number of sequences per step on all processes; None if the file does not
             specify it.
@@ -123,8 +124,8 @@ def _leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, 
 
 
 def _read(leaves: dict[str, Any]) -> DeepSpeedFile:
-    """Convert all values in `leaves`, a dict from dotted name to value. Supported keys are removed
-    from `leaves`, and an error is raised for any key that remains.
+    """Convert the values in `leaves`, which maps the dotted name of each key to its value.
+    Supported keys are removed from `leaves`, and an error is raised if any key remains.
     """
     found = DeepSpeedFile(train_batch_size=_count(leaves.pop("train_batch_size", None)))
     _require_zero(leaves)
@@ -154,8 +155,8 @@ def _count(value: Any) -> int | None:
 
 
 def _precision(leaves: dict[str, Any]) -> Iterator[tuple[str, tuple[str, Any]]]:
-    """Yield the entry of `DeepSpeedFile.recipe` for the fp16 or bf16 section that is enabled, if
-    any.
+    """Yield the entry of `DeepSpeedFile.recipe` that corresponds to the fp16 or bf16 section, if
+    one of these sections is enabled.
     """
     own = {name: leaves.pop(name) for name in list(leaves) if name.split(".")[0] in _NARROW}
     enabled = [name for name in _NARROW if own.get(f"{name}.enabled", False) is True]
@@ -173,7 +174,7 @@ def _precision(leaves: dict[str, Any]) -> Iterator[tuple[str, tuple[str, Any]]]:
         yield "efficiency.precision", (f"{name}.enabled", name)
 
 
-#: Sections that enable a precision. The section names are also valid values of the recipe's
+#: Sections of the file that enable a precision. Their names are also valid values of the recipe's
 #: `efficiency.precision`.
 _NARROW = ("fp16", "bf16")
 

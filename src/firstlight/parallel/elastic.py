@@ -63,8 +63,9 @@ _SAVING_SECONDS = 3600
 #: Time limit in seconds for all machines to connect to the rendezvous.
 _RENDEZVOUS_SECONDS = 900
 
-#: Exit codes of ranks that have not failed. The run is complete, was stopped and saved a
-#: checkpoint, or diverged. torch's agent treats every code except 0 as a failure.
+#: Exit codes of ranks that are not treated as failed. In this order, they mean that the run is
+#: complete, that it was stopped after saving a checkpoint, and that it diverged. torch's agent
+#: treats every code except 0 as a failure.
 _ENDS = (0, STOPPED_EXIT_CODE, DIVERGED_EXIT_CODE)
 
 #: Exit codes for errors that would recur after a restart, namely an invalid recipe or option and a
@@ -86,7 +87,7 @@ _TRACEBACK = "Traceback (most recent call last):"
 
 @dataclass(frozen=True)
 class Launch:
-    """Number of processes to start on each of a number of machines.
+    """Options that determine how many processes are started, and on how many machines.
 
     Attributes:
         nproc: number of processes on this machine.
@@ -139,8 +140,8 @@ def launch(command: Sequence[str], options: Launch, on_restart: Sequence[str] = 
     Raises:
         RankError: a rank other than 0 failed, a rank was killed, or the machines did not connect.
     """
-    # By default, each rank would start as many threads as there are cores, and the ranks would slow
-    # each other down.
+    # Limit the number of threads. By default, each rank would start as many threads as there are
+    # cores, and the ranks would slow each other down.
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, usable_cpus() // options.nproc)))
     # Make a rank that crashes inside a library's native code print its Python traceback.
     os.environ.setdefault("PYTHONFAULTHANDLER", "1")
@@ -165,12 +166,12 @@ def launch(command: Sequence[str], options: Launch, on_restart: Sequence[str] = 
                 f"({error or type(error).__name__}): check --rdzv-endpoint, and start all machines"
             )
             if not agent.failed:
-                # Leave the rendezvous open here as well, because the other machines may still be
-                # waiting for each other.
+                # Do not close the rendezvous here, because other machines may still be waiting for
+                # each other.
                 raise RankError(f"the rendezvous {options.endpoint} {problem}") from error
         if agent.failed and options.nnodes > 1:
-            # Wait, because this process may host the store from which ranks of other machines read
-            # the failure.
+            # Wait before exiting, because this process may host the store from which ranks on other
+            # machines read the failure.
             time.sleep(_LINGER_SECONDS)
         agent.close()
         if agent.failed:
@@ -183,8 +184,9 @@ def launch(command: Sequence[str], options: Launch, on_restart: Sequence[str] = 
 
 @dataclass(frozen=True)
 class _Ended:
-    """A rank that has failed. `code` is its exit code or, if a signal killed it, the negated signal
-    number. `said` is its output, or "" for rank 0, which writes to the terminal.
+    """A rank that has failed. The attribute `code` is its exit code or, if a signal killed it, the
+    negated signal number. The attribute `said` is its output. It is "" for rank 0, whose output is
+    written to the terminal.
     """
 
     rank: int
@@ -194,7 +196,7 @@ class _Ended:
 
     @property
     def error(self) -> str:
-        """The rank's error as one line."""
+        """The error with which the rank failed, as one line."""
         name = f"rank {self.rank} on {socket.gethostname()} (pid {self.pid}) failed:"
         lines = self.said.rstrip().splitlines()
         for line in reversed(lines):
@@ -214,8 +216,8 @@ class _Agent(LocalElasticAgent):
     """torch's agent with the changes listed in this module's docstring.
 
     Attributes:
-        failed: ranks of this machine that have failed since the last start, in the order of their
-            failures.
+        failed: ranks of this machine that have failed since the ranks were last started, in the
+            order in which they failed.
     """
 
     def __init__(
@@ -242,10 +244,10 @@ class _Agent(LocalElasticAgent):
         self._rdzv_handler.shutdown()
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
-        # The first machine determines the restart count for all machines. Each agent counts only
-        # its own starts, so the counts differ after a machine has been replaced.
+        # All machines use the restart count of the first machine. Each agent counts only the starts
+        # that it has made itself, so the agents' counts differ after a machine has been replaced.
         key = "firstlight/start"
-        group = cast(Any, worker_group)  # torch's type hints require None for values set later.
+        group = cast(Any, worker_group)  # torch's type hints allow only None.
         if group.group_rank == 0:
             group.store.set(key, f"{self._starts}-{uuid.uuid4().hex}")
         said = group.store.get(key).decode()
@@ -259,9 +261,9 @@ class _Agent(LocalElasticAgent):
         return cast(dict[int, Any], super()._start_workers(worker_group))
 
     def _shutdown(self, death_sig: signal.Signals | None = None, timeout: int = 30) -> None:
-        # torch 2.11 has no option for this time limit. Before a restart there is no signal, and
-        # torch's limit of 30 s is sufficient, because ranks that wait for a lost machine can't
-        # save.
+        # torch 2.11 has no option for this time limit. Set it only after a signal. Before a
+        # restart, torch's limit of 30 s is sufficient, because ranks that wait for a lost machine
+        # can't save.
         if death_sig is not None and self._pcontext is not None:
             self._pcontext.close(death_sig, _SAVING_SECONDS)
         super()._shutdown()
@@ -271,7 +273,8 @@ class _Agent(LocalElasticAgent):
         codes = self.codes()
         if None in codes and any(codes):
             if not self.failed or time.monotonic() < self._grace_ends:
-                # torch's agent would kill the running ranks before they can report the failure.
+                # Do not let torch's agent handle the failure yet. It would kill the running ranks
+                # before they can report the failure.
                 return RunResult(state=WorkerState.HEALTHY)
             cast(PContext, self._pcontext).close(signal.SIGKILL)
         result = cast(RunResult, super()._monitor_workers(worker_group))
@@ -370,7 +373,7 @@ def _rendezvous(options: Launch) -> RendezvousParameters:
         local_addr="localhost" if alone else None,
         timeout=_RENDEZVOUS_SECONDS,
         # Without this argument, torch compares host names, and a container may be unable to resolve
-        # its own.
+        # its own host name.
         is_host=alone or options.node_rank == 0,
     )
 

@@ -1,4 +1,4 @@
-"""The interface of engines, and the engines that keep the whole model on each process.
+"""Define the interface of engines, and the engines that keep the whole model on each process.
 
 An engine distributes one plain model over the processes of a run. It wraps or shards the model,
 combines gradients, and gathers weights and optimizer state for checkpoints.
@@ -36,30 +36,38 @@ class DistributedConfig(Section):
     """
 
     engine: Literal["auto", "none", "ddp", "fsdp", "deepspeed"] = "auto"
-    """"auto" is "none" for one process and "ddp" for several. "ddp" gives each process the whole
-    model and sums gradients. "fsdp" (FSDP2) shards parameters, gradients and optimizer state over
-    the processes, and gathers each layer while it is computed. "deepspeed" is DeepSpeed ZeRO, which
-    also supports a single process."""
+    """engine of the run. "auto" selects "none" for one process and "ddp" for several processes.
+    "ddp" gives each process the whole model and sums gradients. "fsdp" (FSDP2) shards parameters,
+    gradients and optimizer state over the processes, and gathers each layer while it is computed.
+    "deepspeed" is DeepSpeed ZeRO, which also supports a single process.
+    """
     shard: int | None = Field(None, gt=1)
     """number of processes over which fsdp shards one copy of the model; null means all processes. A
     smaller number selects hybrid sharding. Each group of that many processes, ideally on one
     machine, then has a copy of the model, and layers are gathered only within the group."""
     offload: Literal["none", "cpu", "nvme"] = "none"
     """where sharded tensors are stored. With "cpu", fsdp keeps and updates its shards in CPU
-    memory; deepspeed keeps the optimizer state there and, at stage 3, also the parameters. With
-    "nvme" (deepspeed only), the optimizer state is kept in files."""
+    memory. deepspeed keeps the optimizer state in CPU memory and, at stage 3, also the parameters.
+    With "nvme", which only deepspeed supports, the optimizer state is kept in files.
+    """
     zero_stage: Literal[1, 2, 3] | None = None
-    """tensors that deepspeed shards: the optimizer state (1), the gradients as well (2), or also
-    the parameters (3); null means 2."""
+    """ZeRO stage of deepspeed. Stage 1 shards the optimizer state, stage 2 also shards the
+    gradients, and stage 3 also shards the parameters. null means 2.
+    """
     nvme_path: str | None = None
-    """folder for offload "nvme", on a fast disk of each machine."""
+    """folder in which offload "nvme" stores its files. It should be on a fast disk of each
+    machine.
+    """
     deepspeed_config: str | None = None
-    """path of an existing DeepSpeed configuration file (JSON); if it is set, engine "auto" is
+    """path of an existing DeepSpeed configuration file (JSON). If it is set, engine "auto" selects
     deepspeed. The file supplies values for keys that the recipe does not set, and must not
-    contradict the recipe."""
+    contradict the recipe.
+    """
     reshard_after_forward: bool = True
     """true makes fsdp free a gathered layer after its forward pass and gather it again for its
-    backward pass; false gathers each layer once and keeps it in memory until its backward pass."""
+    backward pass. false makes fsdp gather each layer once and keep it in memory until its backward
+    pass.
+    """
     tensor_parallel: int = Field(1, ge=1)
     """number of neighbouring processes, ideally on one machine, that share the computation of each
     layer for the same sequences. Each process holds some of the attention heads and part of the
@@ -82,8 +90,8 @@ class StateTensors(NamedTuple):
     Attributes:
         weights: weights by name.
         moments: optimizer state by name.
-        is_copy: True if the tensors do not share memory with the run, so the next step does not
-            change them.
+        is_copy: True if the tensors do not share memory with the model and the optimizer. In this
+            case, the next step does not change them.
     """
 
     weights: Mapping[str, Tensor]
@@ -93,7 +101,7 @@ class StateTensors(NamedTuple):
 
 class Engine:
     """Distributes one model over the processes of a run. This base class is the engine for runs
-    with a single process. The other engines override some of its methods.
+    with a single process. Its subclasses are all other engines.
 
     A step's gradient is the sum of the processes' gradients, because each process divides its loss
     by the number of valid tokens of all processes.
@@ -104,8 +112,8 @@ class Engine:
         device: this process's device.
 
     Attributes:
-        name: "none", "ddp", "fsdp" or "deepspeed"; it names the engine used between processes that
-            compute different sequences.
+        name: name of the engine that is used between processes that compute different sequences:
+            "none", "ddp", "fsdp" or "deepspeed".
         keeps_shards: True if `share` shards the weights over the processes.
         shards_state: True if each process keeps only a shard of the optimizer's state.
         keeps_buckets: True if the gradients' memory stays allocated between steps. This is the case
@@ -115,14 +123,16 @@ class Engine:
         averages_gradients: True if the library averages the processes' gradients instead of
             summing them.
         can_repeat_step: True if a step that ran out of memory can be repeated with smaller
-            micro-batches. This is not possible if other processes wait for this process's
-            gradients.
+            micro-batches. A step can't be repeated if other processes are waiting for this
+            process's gradients.
         rank, size: index of this process's part of each global batch, and the number of parts. With
-            `distributed.tensor_parallel` or `distributed.pipeline`, neighbouring processes compute
-            one part together.
-        group_rank: index of this process among the processes that compute one part together.
-        loss_factor: factor by which a loss is multiplied before its backward pass. It is `size` if
-            the library averages gradients, so that the average equals the sum; otherwise it is 1.
+            `distributed.tensor_parallel` or `distributed.pipeline`, several neighbouring processes
+            compute the same part together.
+        group_rank: index of this process among the processes that compute the same part of the
+            global batch together.
+        loss_factor: factor by which a loss is multiplied before its backward pass. If the library
+            averages gradients, the factor is `size`, so that the average is equal to the sum.
+            Otherwise, it is 1.
     """
 
     name = "none"
@@ -167,12 +177,11 @@ class Engine:
         generator: torch.Generator | None = None,
         init: InitConfig | None = None,
     ) -> Model:
-        """Create this process's part of a new model, on the CPU. This is the whole model, except in
-        a pipeline.
+        """Create a new model on the CPU. In a pipeline, create only the stage of this process.
 
         Args:
             config: the architecture.
-            vocab_multiple: number to a multiple of which the vocabulary is padded.
+            vocab_multiple: the size of the vocabulary is padded to a multiple of this number.
             generator: source of the random initial values; None leaves the values uninitialized.
             init: see `LanguageModel.init_weights`.
 
@@ -288,8 +297,8 @@ class Engine:
         """
         if self.world.size == 1:
             return list(values)
-        # Processes that compute one part together have the same numbers, so only one of them
-        # contributes to the sums.
+        # Processes that compute a part of the global batch together have the same numbers, so only
+        # one of these processes contributes to the sums.
         own = values if self.group_rank == 0 else [0.0] * len(values)
         sums: list[float] = all_reduce_sum(torch.tensor(own, dtype=torch.float64)).tolist()
         return sums
@@ -311,7 +320,7 @@ class Engine:
             optimizer: optimizer of the model.
             tensors_of: see `TensorsOf`; it is called while the parameters are full.
         """
-        # Every process has the full state, so nothing has to be gathered.
+        # Every process already has the full state, so it does not have to be gathered.
         if not self.is_main:
             return StateTensors({}, {})
         with optimizer.master_weights():

@@ -41,8 +41,8 @@ def make_engine(config: DistributedConfig, world: World, device: torch.device) -
 
 
 def named_engine(config: DistributedConfig) -> type[Engine]:
-    """Return the engine class that a recipe specifies. For "auto", return the class for a single
-    process.
+    """Return the engine class that a recipe specifies. If the recipe specifies "auto", return the
+    class for a single process.
     """
     return ENGINES.get(config.engine, Engine)
 
@@ -116,7 +116,7 @@ def engine_name(config: DistributedConfig, processes: int) -> str:
 
 
 def _require_own_keys(config: DistributedConfig, name: str) -> None:
-    """Reject a config that sets keys of an engine other than `name`."""
+    """Raise an error if a config sets keys that belong to a different engine than `name`."""
     stage, nvme = config.zero_stage, config.offload == "nvme"
     own = {
         "shard": (config.shard is not None, ("fsdp",)),

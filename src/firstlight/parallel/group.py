@@ -1,5 +1,5 @@
-"""The process group of a run, and the collective operations between its processes. This module
-calls these operations exchanges.
+"""Manage the process group of a run. The module also contains the collective operations between the
+processes of a run, which it calls exchanges.
 
 `process_group` opens torch's group after a rendezvous, watches the ranks by heartbeats, and closes
 the group. All ranks must call the exchanges in the same order. In a world of one process, an
@@ -8,14 +8,14 @@ exchange returns its argument. Objects are sent with torch's object collectives.
 Heartbeats detect ranks that have stopped answering. If a process is killed, stopped or stuck, the
 other processes remain in the middle of an exchange, which ends only after the timeout, or never.
 Each rank therefore has two background threads. The beating thread writes this rank's heartbeats to
-the store and reads those of other ranks. The deciding thread decides whether a rank has failed and,
-if necessary, ends this process. It never waits for the store, because the store's host may have
-stopped. Rank 0 watches all ranks, and all ranks watch rank 0, so the traffic grows linearly with
-the number of ranks.
+torch's key-value store and reads the heartbeats of other ranks. The deciding thread decides whether
+a rank has failed and, if necessary, ends this process. It never waits for the store, because the
+store's host may have stopped. Rank 0 watches all ranks, and all ranks watch rank 0, so the traffic
+grows linearly with the number of ranks.
 
-The time without a heartbeat is measured in short intervals during which this process was running. A
-process that was itself stopped (SIGSTOP), or whose GIL was held for a minute, therefore does not
-blame other processes.
+The time since the last heartbeat is added up from short intervals during which this process was
+running. A process that was itself stopped (SIGSTOP), or whose GIL was held for a minute, therefore
+does not blame other processes.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ from firstlight.parallel.world import World
 _BEAT_SECONDS = 1.0
 _DECIDE_SECONDS = 0.25
 
-#: Once an exchange has failed, a rank is considered failed after this many seconds without a
-#: heartbeat.
+#: Number of seconds without a heartbeat after which a rank is considered failed, once a collective
+#: operation has failed.
 _SUSPICIOUS_SECONDS = 5.0
 
 #: Time limit in seconds for the main thread to notice a known failure and exit. A thread that waits
@@ -64,12 +64,13 @@ _GRACE_SECONDS = 3.0
 
 
 class Heartbeat:
-    """Watches the ranks of a world in two threads, which the constructor starts.
+    """Watches the ranks of a world for failures. The constructor starts the two threads that do
+    this.
 
     Args:
         store: the store of the ranks.
-        own: description of this process.
-        infos: all ranks, in the order of their numbers.
+        own: the `RankInfo` of this process.
+        infos: the `RankInfo` of every rank, ordered by rank.
         timeout_seconds: time in seconds without a heartbeat after which a rank is considered
             failed.
 
@@ -82,7 +83,7 @@ class Heartbeat:
         self, store: PrefixStore, own: RankInfo, infos: Sequence[RankInfo], timeout_seconds: float
     ) -> None:
         self.failure: str | None = None
-        # Use a separate connection to the store, because calls on one connection wait for each
+        # Use a separate connection to the store, because calls on the same connection wait for each
         # other.
         self._beat_store: PrefixStore = store.clone()  # type: ignore[attr-defined]
         self._store = store
@@ -105,7 +106,7 @@ class Heartbeat:
             thread.start()
 
     def blame(self) -> str | None:
-        """After a failed exchange, wait until the failed rank is known.
+        """After a collective operation has failed, wait until it is known which rank has failed.
 
         Returns:
             The message that reports the failure and names the failed rank; None if all ranks still
@@ -113,7 +114,7 @@ class Heartbeat:
         """
         # Watch all ranks with a shorter time limit, because any of them may have failed.
         self._suspicious = True
-        # The limit starts at a rank's last heartbeat, which may have arrived just now.
+        # The time limit of a rank starts at its last heartbeat, which may have arrived just now.
         self._decided.wait(_SUSPICIOUS_SECONDS + 3 * _BEAT_SECONDS)
         return self.failure
 
@@ -122,7 +123,9 @@ class Heartbeat:
         tell_failure(self._store, f"{self._own.name} failed: {message}")
 
     def stop(self) -> None:
-        """Stop both threads when the main thread leaves the group, with or without an error."""
+        """Stop the two background threads when the main thread leaves the group, with or without an
+        error.
+        """
         self._stopped.set()
         for thread in self._threads:
             # A thread that waits for a stopped store can't be joined, so it keeps running as a
@@ -167,8 +170,8 @@ class Heartbeat:
         before = time.monotonic()
         while not self._stopped.wait(_DECIDE_SECONDS):
             now = time.monotonic()
-            # If more time has passed, this process itself was stopped. This time is not counted
-            # against other ranks.
+            # If much more time than `_DECIDE_SECONDS` has passed, this process itself was stopped.
+            # Do not count the additional time against other ranks.
             passed, before = min(now - before, 2 * _DECIDE_SECONDS), now
             if self.failure is None:
                 self._count(passed)
@@ -177,8 +180,9 @@ class Heartbeat:
                 _end_process(self.failure)
 
     def _count(self, passed: float) -> None:
-        """Add `passed` seconds to the times since the last heartbeat of each watched rank and since
-        the store last answered. Then decide whether one of them exceeds the limit.
+        """Add `passed` seconds to the time since each watched rank's last heartbeat, and to the
+        time since the store last answered. Then decide whether any of these times exceeds the
+        limit.
         """
         limit = min(self._timeout, _SUSPICIOUS_SECONDS) if self._suspicious else self._timeout
         with self._lock:
@@ -216,7 +220,7 @@ def _end_process(failure: str) -> None:
     The message is written directly to the file descriptor, because the main thread may hold the
     lock of Python's stderr object.
     """
-    # Show the terminal's cursor again, which the live view of a run hides.
+    # Show the terminal's cursor again, because the live view of a run has hidden it.
     start = "\n\033[?25h" if os.isatty(2) else ""
     with contextlib.suppress(OSError):
         os.write(2, f"{start}firstlight: error: {failure}\n".encode(errors="replace"))
@@ -229,8 +233,8 @@ def _end_process(failure: str) -> None:
 #: torch's default for NCCL.
 DEFAULT_TIMEOUT_SECONDS = 600.0
 
-#: Words that identify an error as coming from an exchange. They are needed because gloo's errors
-#: are plain RuntimeErrors.
+#: Words in the message of an error that show that the error was raised by a collective operation.
+#: They are needed because gloo's errors are plain RuntimeErrors.
 _EXCHANGE_WORDS = ("gloo", "NCCL", "Connection closed by peer", "ProcessGroup")
 
 #: Time limit in seconds for closing a group after a failure.
@@ -283,15 +287,15 @@ def process_group(
 
     All ranks must enter and leave the context. If one rank fails within the context, the context
     ends on all ranks with an error that names the failed rank (see `Heartbeat`). If the main thread
-    is waiting in an exchange, no exception can reach it. In this case, the process writes the
-    failure to stderr and ends with exit code 1.
+    is waiting in a collective operation, no exception can reach it. In this case, the process
+    writes the failure to stderr and ends with exit code 1.
 
     Args:
         world: this process's position in the run.
         device: the device of this process's tensors. Tensors on the CPU are exchanged by gloo,
             tensors on GPUs by NCCL.
-        timeout_seconds: time limit in seconds for the rendezvous, for an exchange between ranks,
-            and for the time without a heartbeat from a rank.
+        timeout_seconds: time limit in seconds for the rendezvous and for a collective operation,
+            and maximum time without a heartbeat from a rank.
         fingerprint: a hash of the recipe, which must be the same on all ranks.
 
     Raises:
@@ -312,19 +316,19 @@ def process_group(
         heartbeat = Heartbeat(store, own, infos, timeout_seconds)
         _open_group(world, device, store, timeout_seconds)
         yield
-        # A rank must not exit while another rank still needs it for an exchange.
+        # A rank must not exit while another rank still needs it for a collective operation.
         barrier()
     except BaseException as error:
         failure = None
         if heartbeat is not None:
             failure = _failure_elsewhere(error, own, heartbeat)
             heartbeat.stop()
-        # Closing the group immediately raises an error in ranks that wait for this rank in an
-        # exchange.
+        # As soon as the group is closed, ranks that wait for this rank in a collective operation
+        # get an error.
         _close_broken_group()
         if own.rank == 0 and not hosted_by_agent():
-            # The store ends with this process, so give the other ranks some time to read the
-            # failure.
+            # This process hosts the store, which ends with it. Give the other ranks some time to
+            # read the failure first.
             time.sleep(TALK_SECONDS)
         if failure is None:
             raise
@@ -382,8 +386,8 @@ def _failure_elsewhere(error: BaseException, own: RankInfo, heartbeat: Heartbeat
 
 
 def is_exchange_error(error: BaseException | None) -> bool:
-    """Return True if an error, or any error in its chain of causes, comes from an exchange between
-    ranks.
+    """Return True if an error, or any error in its chain of causes, was raised by a collective
+    operation.
     """
     while error is not None:
         if isinstance(error, dist.DistError):
@@ -441,7 +445,8 @@ def agree(flag: bool) -> bool:
 
 def barrier() -> None:
     """Wait until all ranks have called this function."""
-    # Use gloo on the CPU even if the model is on GPUs, so that no rank has to wait for its kernels.
+    # Use gloo on the CPU even if the model is on GPUs, so that a rank does not have to wait for its
+    # GPU kernels first.
     agree(False)
 
 
@@ -475,7 +480,8 @@ def gather_to_main(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     ]
     described = gather_objects(own)
     found = dict(tensors)
-    # Sends and receives are matched by their order, which is that of the exchanged descriptions.
+    # torch matches sends and receives by their order. Both sides use the order of the exchanged
+    # descriptions.
     if dist.get_rank() != 0:
         for tensor in tensors.values():
             dist.send(tensor.contiguous(), 0)

@@ -1,9 +1,9 @@
-"""Pipeline parallelism. Each process has consecutive layers of a Llama, called a stage, and the
-micro-batches of a step pass from stage to stage. This uses torch.distributed.pipelining with the
-1F1B schedule of PipeDream (Narayanan et al. 2019).
+"""Pipeline parallelism. Each process has a few consecutive layers of a Llama model, which are
+called a stage. The micro-batches of a step pass from stage to stage. This uses
+torch.distributed.pipelining with the 1F1B schedule of PipeDream (Narayanan et al. 2019).
 
-A stage is a plain Llama in which the modules of other stages are replaced with stand-in modules
-that return their input. The stage's parameters have the same names as in the whole model.
+A stage is a plain `Llama` model in which stand-in modules replace the layers of the other stages. A
+stand-in returns its input. The stage's parameters have the same names as in the whole model.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from firstlight.parallel.group import all_reduce_sum, gather_to_main
 if TYPE_CHECKING:
     from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 
-#: Dtypes that a result can have. A dtype is sent to other stages as its index in this tuple.
+#: Dtypes that the output of the last stage can have. The dtype is sent to the other stages as an
+#: index into this tuple.
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
@@ -39,7 +40,7 @@ class _Received(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.hidden: Tensor | None = None
-        # A tensor is needed here, because some code reads the model's device from
+        # Keep a tensor named `weight`, because some code reads the model's device from
         # `embedding.weight.device`.
         self.register_buffer("weight", torch.empty(0), persistent=False)
 
@@ -92,7 +93,7 @@ def stage_model(
 
     Args:
         config: a config for which `unstageable` yields no reasons.
-        vocab_multiple: number to a multiple of which the vocabulary is padded.
+        vocab_multiple: the size of the vocabulary is padded to a multiple of this number.
         stage, stages: index of this process's stage, and the number of stages.
         generator: source of the random initial values of the whole model. None leaves the values
             uninitialized, except for the rows that pad the vocabulary, which are zero.
@@ -180,7 +181,8 @@ class PipelineEngine(Engine):
         """See `Engine.absent_parameters`."""
         with torch.device("meta"):
             whole = build_model(model.config)
-        # The whole model is created on the meta device, because only its names are needed.
+        # Create the whole model on the meta device, because only the names of its parameters are
+        # needed.
         own = {name for name, _ in model.named_parameters()}
         return {name for name, _ in whole.named_parameters()} - own
 
@@ -229,8 +231,8 @@ class Pipeline:
         self._divisor = 1.0
         self._total = torch.zeros((), dtype=torch.float64)
         self._schedules: dict[tuple[int, ...], PipelineScheduleSingle] = {}
-        # All stages get labels, but only the last stage has a head. The other stages return hidden
-        # states instead of a loss.
+        # The labels are passed to all stages, but only the last stage has a head. Make every other
+        # stage return hidden states instead of a loss.
         if not self._is_last:
             model.head_loss = _hand_on
         model.forward = self.of_all  # type: ignore[method-assign]
@@ -332,8 +334,8 @@ class Pipeline:
         return self._schedules[key]
 
     def _scaled_loss(self, loss: Tensor, _: Tensor) -> Tensor:
-        # The total is in fp64 to limit rounding errors, because the losses of many micro-batches
-        # are added up.
+        # Compute the total in fp64 to limit rounding errors, because it is the sum of many
+        # micro-batches' losses.
         self._total += loss.detach().cpu()
         return loss / self._divisor
 
@@ -356,8 +358,9 @@ class Pipeline:
             self.take(hidden)
         if self._is_last:
             return self._from_last(self.forward(input_ids, labels, document_ids, **options))
-        # If any labels are passed, the forward function calls `head_loss`. In this stage,
-        # `head_loss` is `_hand_on`, which returns the hidden states.
+        # Pass the input ids in place of labels, because with labels the forward function calls
+        # `head_loss`. In this stage, `head_loss` is replaced by `_hand_on`, which returns the
+        # hidden states.
         options = {**options, "logits_to_keep": 0}
         hidden = self.forward(input_ids, input_ids, document_ids, **options)
         dist.send(hidden.contiguous(), self._stage + 1)
@@ -367,7 +370,8 @@ class Pipeline:
         """Send the last stage's result to all processes, and return it. All other stages must pass
         None.
         """
-        # The other stages need the dtype and shape (up to three dimensions) to receive the result.
+        # To receive the result, the other stages need its dtype and its shape, which has up to
+        # three dimensions.
         about = torch.zeros(5, dtype=torch.int64)
         if result is not None:
             result = result.contiguous()
@@ -398,14 +402,13 @@ class _Stage(nn.Module):
         """Compute this stage's output for one micro-batch.
 
         Args:
-            before: the previous stage's hidden states, of shape [batch, seq_len, hidden_size]. In
-                the first stage, the input ids, of shape [batch, seq_len].
+            before: hidden states from the previous stage, of shape [batch, seq_len, hidden_size].
+                In the first stage, this argument is the input ids, of shape [batch, seq_len].
             input_ids, labels, document_ids: int64 tensors of shape [batch, seq_len]; see
                 `LanguageModel.forward`.
 
-        Returns:
-            Hidden states of shape [batch, seq_len, hidden_size]. In the last stage, the summed
-            loss, a scalar [].
+        Returns: Hidden states of shape [batch, seq_len, hidden_size]. The last stage returns the
+        summed loss, a scalar [].
         """
         if before.is_floating_point():
             self._pipeline.take(before)

@@ -21,7 +21,8 @@ _PR_SET_PDEATHSIG = 1
 
 
 def become_rank(folder: Path, launcher: int, command: list[str]) -> None:
-    """Make this process end when its launcher ends, redirect its output, and run the command.
+    """Make the kernel end this process when its launcher ends, redirect the output of this process,
+    and run the command.
 
     Args:
         folder: folder for the output of ranks other than 0.
@@ -31,7 +32,7 @@ def become_rank(folder: Path, launcher: int, command: list[str]) -> None:
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != launcher:
-        sys.exit(1)  # the launcher ended before `prctl`
+        sys.exit(1)  # The launcher ended before `prctl` was called.
     if (rank := os.environ["RANK"]) != "0":
         said = os.open(folder / f"rank-{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
         for stream in (1, 2):

@@ -1,4 +1,5 @@
-"""Rendezvous of a run's processes. It precedes any other communication between them.
+"""Connect the processes of a run. This rendezvous precedes all other communication between the
+processes.
 
 The processes connect to torch's key-value store (TCPStore). The store is hosted by torch elastic's
 agent or, without an agent, by rank 0. Each process writes a `RankInfo` to the store and reads those
@@ -44,7 +45,7 @@ _LOOK_SECONDS = 0.05
 
 
 class RankError(TrainingError):
-    """Raised if another process of the run failed, stopped answering, or never connected."""
+    """Raised if another process of the run has failed, has stopped answering or never connected."""
 
 
 @dataclass(frozen=True)
@@ -140,8 +141,7 @@ def rendezvous(store: Store, own: RankInfo, timeout_seconds: float) -> list[Rank
         store.set(f"info/{own.rank}", json.dumps(asdict(own)))
         keys = [f"info/{rank}" for rank in range(own.size)]
         deadline = time.monotonic() + timeout_seconds
-        # Poll the store, because a blocking call would delay the reaction to signals and failed
-        # ranks.
+        # Poll the store. A blocking call would delay the reaction to signals and failed ranks.
         while missing := [rank for rank, key in enumerate(keys) if not store.check([key])]:
             if (failure := failure_of(store)) is not None:
                 raise RankError(failure)
@@ -194,12 +194,12 @@ def compare(infos: Sequence[RankInfo]) -> None:
 
 
 def tell_failure(store: Store, text: str) -> None:
-    """Tell all ranks why the run ends, unless another process has already given a reason. If the
-    store does not answer, do nothing.
+    """Write the reason why the run ends to the store, where all ranks read it, unless another
+    process has already written a reason. If the store does not answer, do nothing.
 
     Args:
         store: the store of the ranks.
-        text: the message; a single line that names the failed rank.
+        text: a message of one line that names the failed rank.
     """
     with contextlib.suppress(RuntimeError, TimeoutError):
         # Keep only the first failure, because later failures are consequences of it.

@@ -1,9 +1,10 @@
-"""Engines that shard a model's weights over processes, with tensor parallelism, FSDP2 or both.
+"""Define engines that shard a model's weights over processes. They use tensor parallelism, FSDP2 or
+a combination of the two.
 
 With tensor parallelism (Shoeybi et al. 2019, Megatron-LM, arXiv 1909.08053), several processes
-compute each layer of a Llama together. Each process computes some of the attention heads and a part
-of the MLP. All processes compute the same sequences, and each has the complete residual stream,
-norms, logits and loss. The sharded parameters are DTensors, created by torch's
+compute each layer of a Llama model together. Each process computes some of the attention heads and
+a part of the MLP. All processes compute the same sequences, and each has the complete residual
+stream, norms, logits and loss. The sharded parameters are DTensors, created by torch's
 `parallelize_module`.
 
 With FSDP2 (FSDP: Zhao et al. 2023, arXiv 2304.11277), each process stores a shard of every
@@ -78,14 +79,14 @@ class TensorParallelEngine(Engine):
         return model
 
     def _shard_tensors(self, model: Model, mesh: DeviceMesh) -> None:
-        """Shard the model's matrices over the dimension "tensor" of the mesh, and move the model to
-        the device.
+        """Shard the model's matrices along the mesh dimension "tensor", and move the model to the
+        device.
         """
-        # torch warns that a sum over two mesh dimensions takes two all-reduces. Hide this warning,
-        # because this is expected here.
+        # torch warns that a sum over two mesh dimensions takes two all-reduces. Hide the warning,
+        # because two all-reduces are expected here.
         logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
         shard_tensors(model, mesh["tensor"])
-        # Converting to DTensors moved the parameters to the device, but not the buffers.
+        # The conversion to DTensors has moved the parameters to the device, but not the buffers.
         for module in model.modules():
             for name, buffer in list(module.named_buffers(recurse=False)):
                 setattr(module, name, buffer.to(self.device))
@@ -97,8 +98,9 @@ class TensorParallelEngine(Engine):
         # Imported here, because the import takes almost a second.
         from torch.distributed.device_mesh import init_device_mesh
 
-        # With fewer shards than processes (hybrid sharding), each group of `shard` neighbouring
-        # processes has a copy of the model. Gathering can then stay within a machine.
+        # If a copy of the model has fewer shards than there are processes (hybrid sharding), each
+        # group of `shard` neighbouring processes has a copy of its own. Layers can then be gathered
+        # within a machine.
         shard = self.config.shard or self.size
         sizes = {
             "replicate": self.size // shard,
@@ -120,7 +122,7 @@ class TensorParallelEngine(Engine):
         with optimizer.master_weights(), full_parameters(model, keep=self.is_main):
             weights = on_cpu(tensors_of(model)) if self.is_main else {}
         # Gathered tensors are already copies. Only unsharded tensors on the CPU share memory with
-        # the run and have to be copied.
+        # the model or the optimizer and have to be copied.
         own = {
             (t.to_local() if is_sharded(t) else t).untyped_storage().data_ptr()
             for t in (p.detach() for p in (*model.parameters(), *optimizer.state_shards().values()))
@@ -134,8 +136,8 @@ class TensorParallelEngine(Engine):
 
 class FSDPEngine(TensorParallelEngine):
     """FSDP2 over the processes that compute different sequences. With
-    `distributed.tensor_parallel`, the model is sharded over the groups of tensor-parallel
-    processes.
+    `distributed.tensor_parallel`, each group of tensor-parallel processes computes the same
+    sequences, and FSDP2 shards the model over these groups.
     """
 
     name = "fsdp"
@@ -161,15 +163,17 @@ class FSDPEngine(TensorParallelEngine):
         bf16 = torch.bfloat16 if precision == "bf16" else None
         offload = OffloadPolicy()
         if self.config.offload == "cpu":
-            # Copies between GPU and CPU overlap with computation only if the memory is page-locked.
+            # Use page-locked memory. Otherwise, copies between GPU and CPU would not overlap with
+            # computation.
             offload = CPUOffloadPolicy(pin_memory=self.device.type == "cuda")
         # FSDP2 uses all dimensions except "tensor", along which all processes compute the same
         # sequences.
         names = tuple(name for name in mesh.mesh_dim_names or () if name != "tensor")
         options: dict[str, Any] = {
             "mesh": mesh[names],
-            # With False, layers stay gathered until their backward pass. This requires memory for
-            # the whole model, but saves one of the two gathers per layer.
+            # If this is False, layers stay gathered until their backward pass. This requires memory
+            # for the whole model, but each layer is gathered only once per micro-batch instead of
+            # twice.
             "reshard_after_forward": self.config.reshard_after_forward,
             "mp_policy": MixedPrecisionPolicy(
                 param_dtype=bf16, reduce_dtype=torch.float32 if bf16 else None
@@ -241,9 +245,9 @@ def shard_tensors(model: Model, mesh: DeviceMesh) -> None:
             # Each process looks up the tokens in its part of the vocabulary. The rows of all other
             # tokens are zero, and an all-reduce sums the rows.
             "table": RowwiseParallel(input_layouts=whole),
-            # These styles are used for pairs of matrices. Each process computes a part of the first
-            # matrix's outputs and multiplies it by its part of the second matrix. A single
-            # all-reduce sums the products.
+            # These two styles are used for pairs of matrices, such as the projections of an MLP.
+            # Each process computes a part of the first matrix's outputs and multiplies it by its
+            # part of the second matrix. A single all-reduce sums the products.
             "columns": ColwiseParallel(),
             "rows": RowwiseParallel(),
             # Each process computes the logits of a part of the vocabulary. The logits are gathered,
@@ -257,13 +261,13 @@ def shard_tensors(model: Model, mesh: DeviceMesh) -> None:
         for name, kind in model.tensor_parallel_plan.items()
         if name.replace("*", "0") in names
     }
-    # With None, torch does not send the weights, which every process already has.
+    # With `src_data_rank=None`, torch does not send the weights, which every process already has.
     parallelize_module(model, mesh, plan, src_data_rank=None)
     for name, module in model.named_modules():
         if isinstance(module, RMSNorm | nn.LayerNorm):
             _keep_whole(module, mesh, sees_own_heads=name.endswith(("q_norm", "k_norm")))
     # torch creates new parameters for each module of the plan, so a tied weight has become two
-    # separate parameters. Tie them again.
+    # separate parameters. Tie these parameters again.
     if model.config.tie_word_embeddings:
         model.lm_head.weight = model.embedding.weight
     # Each process computes only its own attention heads, so its key-value cache contains only these
@@ -280,17 +284,18 @@ def _keep_whole(norm: RMSNorm | nn.LayerNorm, mesh: DeviceMesh, *, sees_own_head
     Args:
         norm: the norm, changed in place.
         mesh: a one-dimensional mesh of the processes.
-        sees_own_heads: True for the norms of queries and keys, which are applied only to this
-            process's heads.
+        sees_own_heads: True for the norms of queries and keys. These norms are applied only to the
+            attention heads of this process.
     """
     from torch.distributed.tensor import Partial, Replicate, distribute_tensor
 
     for name, before in list(norm.named_parameters()):
-        # With None, torch does not send the values, which are already the same on all processes.
+        # With `src_data_rank=None`, torch does not send the values, which are already the same on
+        # all processes.
         whole = distribute_tensor(before.detach(), mesh, [Replicate()], src_data_rank=None)
         setattr(norm, name, nn.Parameter(whole, before.requires_grad))
     # Each process applies the weight only to the queries and keys of its own heads, so its gradient
-    # is only one term of a sum.
+    # must be summed over the processes.
     placement = Partial() if sees_own_heads else Replicate()
     norm.forward = functools.partial(_norm_with_plain_parameters, norm, placement)  # type: ignore[method-assign]
 
@@ -320,8 +325,8 @@ def _norm_with_plain_parameters(norm: RMSNorm | nn.LayerNorm, gradient: Any, x: 
 def _cache_for_own_heads(
     model: Model, size: int, batch_size: int, max_tokens: int, dtype: torch.dtype
 ) -> KVCache:
-    """Create the key-value cache for the attention heads that one of `size` processes computes. See
-    `LanguageModel.make_cache`.
+    """Create a key-value cache for the attention heads of a single process, if `size` processes
+    share the heads. See `LanguageModel.make_cache`.
     """
     config = model.config
     return KVCache(

@@ -1,8 +1,8 @@
 """Read this process's rank and world size from the environment variables of its launcher.
 
 torchrun, `accelerate launch` and `firstlight train --nproc` set RANK and WORLD_SIZE; mpirun and
-srun set other variables. Incomplete or contradictory variables are rejected, because the run would
-otherwise have a different number of processes than requested.
+srun set other variables. Incomplete or contradictory variables are rejected. Otherwise, the run
+could have a different number of processes than the user requested.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from dataclasses import dataclass
 
 from firstlight.errors import ConfigError
 
-#: Range of the ports that are derived from a job's id. All are below Linux's ephemeral ports, which
-#: start at 32768.
+#: Range of the ports that are derived from a job's id. The range ends below Linux's ephemeral
+#: ports, which start at 32768.
 _PORTS = range(10_000, 30_000)
 
 #: Slurm uses step ids from this number upwards for steps that were not started by srun, such as a
@@ -60,8 +60,8 @@ class World:
 
 @dataclass(frozen=True)
 class _Launcher:
-    """A kind of launcher. It consists of the launcher's name in messages and the names of its
-    environment variables for rank, world size, local rank and local size.
+    """A kind of launcher, described by its name in messages and by the names of the environment
+    variables in which it passes the rank, world size, local rank and local size.
     """
 
     name: str
@@ -80,7 +80,7 @@ _SLURM = _Launcher("Slurm", "SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "")
 
 
 def find_world(variables: Mapping[str, str] | None = None) -> World:
-    """Read the position of this process in its world from environment variables.
+    """Read the rank of this process and the world size from environment variables.
 
     If variables of several launchers are set, the innermost launcher takes precedence. RANK and
     WORLD_SIZE take precedence over the variables of MPI and Slurm, because srun or mpirun may start
@@ -90,8 +90,7 @@ def find_world(variables: Mapping[str, str] | None = None) -> World:
     Args:
         variables: the environment variables; None means `os.environ`.
 
-    Returns:
-        The world; World(0, 1, 0, 1) without a launcher.
+    Returns: The position of this process; World(0, 1, 0, 1) if there is no launcher.
 
     Raises:
         ConfigError: variables are incomplete, not numbers, or contradict each other.
@@ -120,8 +119,8 @@ def find_world(variables: Mapping[str, str] | None = None) -> World:
 
 
 def _world_from(launcher: _Launcher, variables: Mapping[str, str]) -> World | None:
-    """Return the world that one kind of launcher describes, without host and port. Return None if
-    this launcher's variables are not set.
+    """Return the `World` that the variables of one kind of launcher describe, without host and
+    port. Return None if this launcher's variables are not set.
     """
     if launcher is _SLURM:
         return _slurm_world(variables)
@@ -156,8 +155,9 @@ def _world_from(launcher: _Launcher, variables: Mapping[str, str]) -> World | No
 
 
 def _slurm_world(variables: Mapping[str, str]) -> World | None:
-    """Return the world that srun describes, or None if srun did not start this process. Most of
-    srun's variables are also set in batch scripts and in shells within an allocation.
+    """Return the `World` that srun's variables describe, or None if srun did not start this
+    process. Most of srun's variables are also set in batch scripts and in shells within an
+    allocation.
     """
     if "SLURM_PROCID" not in variables or "SLURM_STEP_ID" not in variables:
         return None
@@ -272,6 +272,7 @@ def _port_for(job: str) -> int:
 
 def _first_host(nodes: str) -> str:
     """Return the first host of Slurm's list of nodes: "node[07-09,12]-a,other" -> "node07-a"."""
-    # Only commas outside of brackets separate names. Commas inside brackets separate numbers.
+    # Split only at commas outside of brackets, which separate names. Commas inside brackets
+    # separate numbers.
     first = re.split(r",(?![^\[]*\])", nodes)[0]
     return re.sub(r"\[(\w+)[^\]]*\]", r"\1", first)

@@ -1,5 +1,5 @@
-"""Load, validate and resolve recipes. A recipe contains all settings of a run, in one YAML file
-with strictly validated sections.
+"""Load, validate and resolve recipes. A recipe is a YAML file with all settings of a run. Its
+sections are strictly validated.
 """
 
 from firstlight.checkpoint.retention import CheckpointConfig

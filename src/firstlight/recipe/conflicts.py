@@ -29,17 +29,18 @@ def require_combination(
     tensor_parallel: int = 1,
     pipeline: int = 1,
 ) -> None:
-    """Reject a recipe whose methods can't be combined on this hardware.
+    """Raise an error if the methods of a recipe can't be combined on the given hardware.
 
     Args:
         recipe: recipe of the run.
         hardware: hardware of the run.
         engine: name of the data-parallel engine: "none", "ddp", "fsdp" or "deepspeed".
         tensor_parallel: number of processes that share the computation of each layer.
-        pipeline: number of pipeline stages, each a process with some of the layers.
+        pipeline: number of pipeline stages. Each stage is a process that computes some of the
+            layers.
 
     Raises:
-        ConfigError: there are conflicts. The message lists all of them, each with the nearest
+        ConfigError: the recipe has conflicts. The message lists every conflict with the nearest
             working combination.
     """
     spec = ENGINES[engine]
@@ -110,7 +111,7 @@ def _ineffective_optimizer_keys(recipe: ResolvedRecipe) -> Iterator[str]:
     if recipe.lora is None or recipe.lora.modules_to_save or recipe.lora.trainable_token_indices:
         roles.clear()
     elif recipe.lora.dora:
-        # Count DoRA's magnitudes, which are trainable vectors.
+        # Include the magnitudes of DoRA, which are trainable vectors.
         del roles["vector"]
     for key, field in type(config).model_fields.items():
         if getattr(config, key) == field.default:
@@ -133,7 +134,7 @@ def _ineffective_optimizer_keys(recipe: ResolvedRecipe) -> Iterator[str]:
 
 
 def _conflicts(recipe: ResolvedRecipe) -> Iterator[str]:
-    """Yield the conflicts that are independent of the engine and the hardware."""
+    """Yield the conflicts that do not depend on the engine or the hardware."""
     config, model = recipe.efficiency, recipe.model
     if config.optimizer_in_backward:
         yield from _conflicts_in_backward(recipe, recipe.data.seq_len)
@@ -167,7 +168,9 @@ def _conflicts(recipe: ResolvedRecipe) -> Iterator[str]:
 
 
 def _conflicts_with(engine: type[Engine], recipe: ResolvedRecipe) -> Iterator[str]:
-    """Yield the conflicts with a data-parallel engine. Most of them are caused by sharding."""
+    """Yield the conflicts of the recipe's methods with a data-parallel engine. Most of them are
+    caused by sharding.
+    """
     if engine is Engine:  # `Engine` itself is the engine for a single process.
         return
     if engine.shards_state and recipe.model.family.has_buffers:
@@ -231,8 +234,9 @@ def _conflicts_of_lora_in_shards(recipe: ResolvedRecipe) -> Iterator[str]:
 def _preference_conflicts(
     recipe: ResolvedRecipe, engine: type[Engine], tensor_parallel: int, pipeline: int
 ) -> Iterator[str]:
-    """Yield the conflicts with training on preference pairs. The loss of a pair depends on the
-    log-probabilities of complete answers."""
+    """Yield the conflicts of the recipe's methods with training on preference pairs. They arise
+    because the loss of a pair depends on the log-probabilities of complete answers.
+    """
     if recipe.preference is None:
         return
     for key, parts in (("tensor_parallel", tensor_parallel), ("pipeline", pipeline)):
@@ -323,11 +327,12 @@ def _sharded_checkpoint_conflicts(
 
 
 def _conflicts_in_parts(recipe: ResolvedRecipe, key: str) -> Iterator[str]:
-    """Yield the conflicts with tensor or pipeline parallelism.
+    """Yield the conflicts of the recipe's methods with tensor or pipeline parallelism.
 
     Args:
         recipe: recipe of the run.
-        key: "distributed.tensor_parallel" or "distributed.pipeline", for the messages.
+        key: key that is named in the messages, either "distributed.tensor_parallel" or
+            "distributed.pipeline".
     """
     config = recipe.efficiency
     if config.precision in ("bf16_params", "fp8"):
@@ -359,7 +364,7 @@ def _conflicts_in_parts(recipe: ResolvedRecipe, key: str) -> Iterator[str]:
 
 
 def _conflicts_in_backward(recipe: ResolvedRecipe, seq_len: int) -> Iterator[str]:
-    """Yield the conflicts with `efficiency.optimizer_in_backward`."""
+    """Yield the conflicts of other settings with `efficiency.optimizer_in_backward`."""
     accumulation = recipe.batch.accumulation(seq_len)
     if recipe.batch.ramp_start_tokens is not None:
         yield (

@@ -1,8 +1,9 @@
 """Read recipes from YAML files and `--section.key value` options, and report errors in them.
 
 Options take precedence over the file, and the file takes precedence over defaults. All errors are
-reported together. For an unknown key, the nearest existing name is suggested. If a recipe specifies
-a DeepSpeed configuration file, that file supplies values for keys that are still open.
+reported together. For an unknown key, the nearest existing name is suggested. A recipe can name a
+DeepSpeed configuration file. That file then supplies values for keys that are still open, which
+means that they are unset, null or "auto".
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ def override_pairs(
     the value as YAML text.
 
     Args:
-        overrides: values of any type, keyed by `section.key` or as pairs (`section.key`, value).
+        overrides: values of any type, given as a mapping from `section.key` to the value or as
+            (`section.key`, value) pairs.
 
     Raises:
         ConfigError: a value has a type that a recipe can't contain, such as an array.
@@ -62,8 +64,9 @@ def load_recipe(
 
     Args:
         path: path of the YAML file.
-        overrides: values that replace those of the file, keyed by `section.key` or as pairs
-            (`section.key`, value). Strings are parsed as YAML, so "3e-4" is a number.
+        overrides: values that replace the values in the file, given as a mapping from `section.key`
+            to the value or as (`section.key`, value) pairs. Strings are parsed as YAML, so "3e-4"
+            is a number.
 
     Raises:
         ConfigError: the file is missing or not valid YAML, or keys or values are invalid. A single
@@ -110,7 +113,7 @@ def parse_recipe(
     """Create a recipe from nested values, and validate it.
 
     Args:
-        values: sections, keys and values.
+        values: mapping from section names to mappings of keys to values.
         where: name of the recipe, for messages.
         overrides: pairs of `section.key` and the value as YAML text, as returned by
             `override_pairs`.
@@ -120,8 +123,8 @@ def parse_recipe(
     """
     if overrides:
         changed = copy.deepcopy(dict(values))
-        # If the user sets the micro-batch size here, it must not be lowered, even if the recipe
-        # contained a size that firstlight had chosen.
+        # A micro-batch size that the user sets here must not be lowered. `divide_micro_batch` is
+        # true, and allows this, in a recipe whose size firstlight has chosen, so set it to false.
         if any(name == "batch.micro_batch_size" for name, _ in overrides):
             _override(changed, "batch.divide_micro_batch", "false")
         for name, text in overrides:
@@ -135,7 +138,8 @@ def changed_recipe(values: Mapping[str, Any], changes: Mapping[str, Any]) -> dic
 
     Args:
         values: nested values of a recipe.
-        changes: new values, keyed by `section.key`; or complete sections, keyed by section name.
+        changes: new values, keyed by `section.key`. A complete section can also be replaced, with
+            its name as the key.
     """
     result = dict(values)
     for key, value in changes.items():
@@ -145,7 +149,8 @@ def changed_recipe(values: Mapping[str, Any], changes: Mapping[str, Any]) -> dic
 
 
 def parse_resolved_recipe(values: Mapping[str, Any], where: str = "recipe") -> ResolvedRecipe:
-    """Create a resolved recipe from nested values, and validate it. No key can be open.
+    """Create a resolved recipe from nested values, and validate it. Every key must have a definite
+    value.
 
     Raises:
         ConfigError: a key is open ("auto" or null), or the values are invalid.
@@ -198,8 +203,9 @@ def override_value(name: str, text: str) -> Any:
 
 
 def _takes_text(name: str) -> bool:
-    """Return True if the type of the key is a string. The text of such a key is not parsed as YAML.
-    In `--data.dir 2024`, for example, `2024` is the name of a folder and not a number."""
+    """Return True if the type of the key is a string. The value of such a key is not parsed as
+    YAML. In `--data.dir 2024`, for example, `2024` is the name of a folder and not a number.
+    """
     section: type[BaseModel] = Recipe
     *sections, key = name.split(".")
     for part in sections:
@@ -227,8 +233,9 @@ def known_keys() -> list[str]:
 
 
 def recipe_fields() -> Iterator[tuple[str, type[BaseModel], str]]:
-    """Yield (section, class of the section, key) for each key of a recipe, in the order of the
-    schema."""
+    """Yield the section name, the section's class and the key name of each recipe key, in the order
+    of the schema.
+    """
     for section, field in Recipe.model_fields.items():
         for kind in _section_types(field.annotation):
             for key in kind.model_fields:
@@ -244,19 +251,20 @@ def other_names() -> Mapping[str, str]:
     return {name: hint for hint, names in yaml.safe_load(text).items() for name in names}
 
 
-#: Pattern for hints in `other_names` that consist of a recipe key, an optional value and an
+#: Pattern of a hint in `other_names` that consists of a recipe key, an optional value and an
 #: optional remark.
 _OWN_KEY = re.compile(r"(\w+\.\w+)(?:: ([^;]+))?(?:; (.+))?")
 
 
 def hint_for_other_name(name: str, known: Sequence[str] = (), *, as_option: bool = False) -> str:
     """Return a hint if a name is a setting of another program or a key of a different section. The
-    hint contains the right key or an alternative. For any other name, return "".
+    hint names the corresponding recipe key or an alternative. If there is no hint for the name,
+    return "".
 
     Args:
         name: the unknown key, without its section.
-        known: keys of the section in which the name occurs. If the right key is one of these, the
-            hint omits the section.
+        known: keys of the section in which the name occurs. If the corresponding key is one of
+            them, the hint omits the section.
         as_option: True if the name is a command-line option.
     """
     elsewhere = [full for full in known_keys() if full.split(".")[1] == name]
@@ -306,8 +314,9 @@ def _describe(entry: Any) -> str:
 
 
 def _locate(location: list[str]) -> tuple[list[str], list[type[BaseModel]]]:
-    """Return the location of a key without the tags that pydantic inserts for unions, and the
-    classes that the key's section can have."""
+    """Return the location of a key, and the classes that the key's section can have. The location
+    does not include the tags that pydantic inserts for unions.
+    """
     names: list[str] = []
     owners: list[type[BaseModel]] = [Recipe]
     for position, part in enumerate(location):
@@ -352,8 +361,8 @@ def _suggest_for_section(name: str, inner: Mapping[Any, Any]) -> str:
     return f"unknown key {name}{_suggest(name, list(Recipe.model_fields))}"
 
 
-#: Maximum file size in bytes, maximum number of values (after expanding anchors) and maximum
-#: nesting depth. These limits are far above the size of any real recipe.
+#: Maximum file size in bytes, maximum number of values after anchors are expanded, and maximum
+#: nesting depth. A real recipe is far below all of these limits.
 MAX_RECIPE_BYTES = 32_768
 _MAX_VALUES = 100_000
 _MAX_DEPTH = 50
@@ -462,7 +471,7 @@ def yaml_text(values: object) -> str:
     return text
 
 
-# DeepSpeed configuration file of a recipe
+# Functions that apply the DeepSpeed configuration file that a recipe names.
 
 
 def with_deepspeed_file(recipe: Recipe, processes: int) -> Recipe:

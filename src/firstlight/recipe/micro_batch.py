@@ -1,4 +1,6 @@
-"""Define the `batch` section of a recipe, and choose the micro-batch size if it is open."""
+"""Define the `batch` section of a recipe, and choose the micro-batch size if the recipe does not
+specify it.
+"""
 
 from __future__ import annotations
 
@@ -36,19 +38,23 @@ class BatchConfig(Section):
     """number of sequences per forward pass on one device. Larger values use the hardware better but
     need more memory for activations. "auto" is the largest number that fits in memory. It is
     determined before the run by trials in a separate process, which start with all sequences of a
-    step and halve the number until it fits. null is 8. If global_batch_tokens is set, null is
-    instead the largest number up to 8 that divides a step evenly. On a CPU, such a micro-batch also
-    has at most about 1,024 tokens, which are enough to keep the CPU busy."""
+    step and halve the number until it fits. null means 8. If global_batch_tokens is set, null
+    instead means the largest number up to 8 that divides a step evenly. On a CPU, such a
+    micro-batch also has at most about 1,024 tokens, which are enough to keep the CPU busy.
+    """
     divide_micro_batch: bool = False
     """true lowers micro_batch_size to the largest number that divides a step's sequences evenly
-    among the processes, for example from 8 to 4 if two processes share a step of 8. firstlight sets
-    this key if it chooses micro_batch_size itself. false keeps micro_batch_size."""
+    among the processes. For example, 8 is lowered to 4 if two processes share a step of 8
+    sequences. firstlight sets this key if it chooses micro_batch_size itself. false keeps
+    micro_batch_size.
+    """
     gradient_accumulation_steps: int | None = Field(None, gt=0)
     """number of forward and backward passes per step. With several passes, the gradient of a large
     batch is computed with the memory of a small one."""
     global_batch_tokens: int | None = Field(None, gt=0)
-    """total number of tokens per step on all devices; it determines the number of accumulation
-    steps."""
+    """total number of tokens per step on all devices. The number of accumulation steps is computed
+    from this number.
+    """
     ramp_start_tokens: int | None = Field(None, gt=0)
     """number of tokens per step at the start of the run; it must be a divisor of
     global_batch_tokens. The tokens per step increase to global_batch_tokens in increments of this
@@ -73,8 +79,8 @@ class BatchConfig(Section):
             )
         if whole % start or whole == start:
             raise ValueError(
-                f"global_batch_tokens {whole} is not 2, 3 or more times ramp_start_tokens {start}: "
-                "change one of them"
+                f"global_batch_tokens {whole} must be a multiple of ramp_start_tokens {start}, and "
+                "at least twice as large: change one of them"
             )
         return self
 
@@ -85,7 +91,7 @@ class BatchConfig(Section):
         return self.micro_batch_size or DEFAULT_ROWS
 
     def global_rows(self, seq_len: int) -> int:
-        """Return the number of sequences per step for a micro-batch size of "auto".
+        """Return the number of sequences per step in a recipe whose micro-batch size is "auto".
 
         Args:
             seq_len: number of tokens per sequence.
@@ -135,8 +141,7 @@ class BatchConfig(Section):
         steps, rest = divmod(tokens, self.rows * seq_len * processes)
         if not rest:
             return steps
-        # If firstlight has chosen the micro-batch size, it can adapt that size to the number of
-        # tokens.
+        # A micro-batch size that firstlight has chosen can be adapted to the number of tokens.
         unit = (1 if self.divide_micro_batch else self.rows) * seq_len * processes
         name = "seq_len" if self.divide_micro_batch else "micro_batch_size x seq_len"
         share = f" x {processes} processes" if processes > 1 else ""
@@ -165,8 +170,9 @@ class BatchConfig(Section):
         """Return a micro-batch size with which the processes share each step evenly, or None if
         there is no such size.
 
-        If `gradient_accumulation_steps` is set and a size exists that results in this number of
-        steps, return that size. Otherwise, return the largest size up to `most`.
+        If `gradient_accumulation_steps` is set, return the size that results in this number of
+        accumulation steps, if there is one. Otherwise, return the largest suitable size up to
+        `most`.
 
         Args:
             seq_len: number of tokens per sequence.
@@ -174,7 +180,8 @@ class BatchConfig(Section):
             most: maximum micro-batch size in sequences.
         """
         assert self.global_batch_tokens is not None
-        # The micro-batch must also divide the smallest steps of a ramp.
+        # If the number of tokens per step grows during the run, the micro-batch must also divide
+        # the smallest steps evenly.
         first = self.ramp_start_tokens or self.global_batch_tokens
         whole, rest = divmod(self.global_batch_tokens, seq_len * processes)
         total, first_rest = divmod(first, seq_len * processes)
@@ -186,8 +193,8 @@ class BatchConfig(Section):
         return next(rows for rows in range(min(most, total), 0, -1) if total % rows == 0)
 
     def schedule(self, seq_len: int, processes: int = 1) -> BatchSchedule:
-        """Return a schedule for the number of sequences per optimizer step, summed over all
-        `processes` processes.
+        """Return the schedule of the number of sequences per optimizer step. The number includes
+        the sequences of all `processes` processes.
 
         Raises:
             ConfigError: see `accumulation`.
@@ -222,8 +229,8 @@ def resolve_micro_batch(
         device: type of the device: "cpu", "cuda" or "mps".
         processes: number of processes that share each step.
         earlier: micro-batch size of the run that is resumed; None for a new run.
-        is_tried: True if trials will determine the size for "auto", False to use the default
-            instead.
+        is_tried: True if the size is determined by trials when it is "auto"; False to use the
+            default size instead.
         tell: function that is called with a message if a chosen size is lowered.
     """
     rows, is_chosen = batch.micro_batch_size, batch.divide_micro_batch
@@ -249,8 +256,9 @@ def _divided(
     batch: BatchConfig, seq_len: int, rows: int, processes: int, *, tell: Callable[[str], None]
 ) -> int:
     """Lower a chosen micro-batch size so that the processes share a step evenly. Return the new
-    size. The size is unchanged if the recipe derives the batch from it, or if no size divides the
-    step evenly."""
+    size. The size is unchanged if the recipe does not set the number of tokens per step, because
+    that number then depends on the size. It is also unchanged if no size divides the step evenly.
+    """
     if batch.global_batch_tokens is None:
         return rows
     fitting = batch.dividing_rows(seq_len, processes, rows) or rows

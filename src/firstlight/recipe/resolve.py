@@ -1,5 +1,6 @@
-"""Resolve a recipe by setting every open key from facts about the machine, the data and the run. A
-recipe is resolved once per run, and in the same way for train, plan and bench.
+"""Resolve a recipe. Keys that the user left open (null or "auto") are set from facts about the
+machine, the data and the run. A recipe is resolved once per run, and in the same way by the
+commands train, plan and bench.
 
 The facts are collected first. They include the kind of data, the config of the model to be trained,
 the number of processes and the rates of the device. From these facts, `resolve` sets document
@@ -49,18 +50,18 @@ USUAL_MFU = 0.4
 #: long.
 _LONG_SECONDS = 1e6
 
-#: Minimum time per step and layer that launching kernels takes on a GPU, in seconds.
+#: Minimum time in seconds that a GPU needs per step and layer for launching kernels.
 _LAUNCH_SECONDS = 2e-3
 
 #: Minimum vocabulary size for which computing the loss in chunks saves a lot of memory.
 _LARGE_VOCABULARY = 16384
 
 
-#: Keys of the `schedule` section that set the length of a run rather than the shape of the
-#: schedule.
+#: Keys of the `schedule` section that set the length of a run. All remaining keys set the shape of
+#: the schedule.
 _LENGTHS = frozenset(("max_steps", "epochs", "max_minutes"))
 
-#: Values to which the precision "auto" can be resolved.
+#: Precisions that can replace "auto" when a recipe is resolved.
 AutoPrecision = Literal["bf16", "fp16", "fp32"]
 
 
@@ -81,7 +82,7 @@ class Facts:
         kind: kind of the data. It is "chat" for a mix that contains conversations, and None if the
             kind is unknown.
         model: config of the model to be trained; None to use the recipe's `model` section.
-        new_model: True if training starts from random weights.
+        new_model: True if the run trains a new model with random initial weights.
         run_folder: the run folder; None to keep the recipe's `run.dir`.
         earlier: resolved recipe of the run that is resumed; {} for a new run.
         largest_micro_batch: function that determines, by trials, the largest micro-batch size that
@@ -127,8 +128,8 @@ def for_new_model(
     nor the initial weights.
 
     The `NEW_MODEL` settings were tuned together. They are therefore not applied if the recipe sets
-    any key of the optimizer, the shape of the schedule or the initial weights. The unset keys of
-    such a recipe have their usual defaults.
+    any key of the optimizer, the shape of the schedule or the initial weights. In this case, all
+    unset keys have their usual defaults.
 
     Args:
         recipe: recipe of a run that starts from random weights.
@@ -189,9 +190,9 @@ def require_fitting_data(recipe: Recipe, kind: Kind, *, from_weights: bool) -> N
         from_weights: True if the run starts from an existing model or a checkpoint.
 
     Raises:
-        ConfigError: document masking is disabled for conversations or preference pairs; the recipe
-            has a `preference` section, but the data does not consist of preference pairs; or the
-            data consists of preference pairs, but the run starts from random weights.
+        ConfigError: document masking is disabled although the data consists of conversations or
+            preference pairs. Also raised if the recipe has a `preference` section for data without
+            preference pairs, or if a run on preference pairs starts from random weights.
     """
     is_off = "document_masking" in recipe.data.model_fields_set and not recipe.data.document_masking
     if kind in ("chat", "preference") and is_off:
@@ -211,11 +212,10 @@ def require_fitting_data(recipe: Recipe, kind: Kind, *, from_weights: bool) -> N
 def resolve(
     recipe: Recipe, facts: Facts, tell: Callable[[str], None] = lambda _: None
 ) -> ResolvedRecipe:
-    """Return the recipe with every open key resolved.
-
-    A resumed run must continue with the same choices. Choices that depend on the machine or on a
-    measurement could turn out differently the second time, so the choices of the earlier run
-    (`facts.earlier`) take precedence.
+    """Set every open key of a recipe (null or "auto"), and return the resolved recipe. A resumed
+    run must continue with the same choices. Choices that depend on the machine or on a measurement
+    could turn out differently the second time, so the choices of the earlier run (`facts.earlier`)
+    take precedence.
 
     Args:
         recipe: the recipe as written by the user.
@@ -257,7 +257,7 @@ def resolve(
             "efficiency": dict(efficiency),
             "optimizer": _resolve_optimizer(optimizer, facts.earlier.get("optimizer", {}), tell),
             "schedule": _resolve_curve(known.schedule, facts.earlier.get("schedule", {})),
-            # The size 1 is a placeholder until trials determine the actual size.
+            # Use a micro-batch size of 1 as a placeholder until trials determine the actual size.
             "batch": {**dict(batch), **({"micro_batch_size": 1} if is_tried else {})},
         }
     )
@@ -270,8 +270,8 @@ def resolve(
 def _with_known(
     recipe: Recipe, facts: Facts, data: dict[str, Any], tell: Callable[[str], None]
 ) -> Recipe:
-    """Return the recipe with the keys set that depend on the data and the run. For a new model, the
-    `NEW_MODEL` settings are also applied.
+    """Return the recipe after setting the keys that depend on the data and the run. For a new
+    model, also apply the `NEW_MODEL` settings.
 
     Args:
         recipe: the recipe as written by the user.
@@ -281,7 +281,7 @@ def _with_known(
     """
     sections: dict[str, Any] = {}
     if facts.kind in ("chat", "preference"):
-        # Tokens must not attend to other examples in the same row.
+        # Enable document masking, because tokens must not attend to other examples in the same row.
         data = {**data, "document_masking": True}
     if facts.kind == "preference":
         data = {**data, "kind": "preference"}
@@ -328,13 +328,14 @@ def attention_backend(
 def _resolve_efficiency(
     recipe: Recipe, model: ModelConfig, seq_len: int, facts: Facts
 ) -> EfficiencyConfig:
-    """Return the `efficiency` section with `precision`, `compile`, `loss_chunk_tokens` and
-    `attention` resolved."""
+    """Return the `efficiency` section after resolving `precision`, `compile`, `loss_chunk_tokens`
+    and `attention`.
+    """
     config, earlier = recipe.efficiency, facts.earlier.get("efficiency", {})
     chosen: dict[str, Any] = {}
     if config.precision == "auto":
-        # With optimizer_in_backward, parameters are updated before it is known whether the fp16
-        # gradients have overflowed, so use fp32.
+        # Use fp32 with optimizer_in_backward, because parameters are then updated before it is
+        # known whether the fp16 gradients have overflowed.
         overflows = facts.precision == "fp16" and config.optimizer_in_backward
         own = "fp32" if overflows else facts.precision
         chosen["precision"] = earlier.get("precision", own)
@@ -356,8 +357,8 @@ def _resolve_efficiency(
     config = config.model_copy(update=chosen)
     if config.attention != "auto":
         return config
-    # Keep the backend of the earlier run only if precision and compilation are the same and this
-    # device supports the backend.
+    # Keep the attention backend of the earlier run only if the precision and the compilation mode
+    # have not changed and this device supports the backend.
     same = all(earlier.get(key) == getattr(config, key) for key in ("precision", "compile"))
     kept = earlier.get("attention") if same else None
     if kept == "auto" or kept in (("blockwise",) if facts.device == "cuda" else GPU_BACKENDS):
@@ -367,13 +368,14 @@ def _resolve_efficiency(
 
 
 def _resolve_curve(config: ScheduleConfig, earlier: Mapping[str, Any]) -> ScheduleConfig:
-    """Return the `schedule` section with `decay_starts_at_peak` set if the decay would otherwise
-    end with a step whose learning rate is 0, which would not train anything."""
+    """Return the `schedule` section. If the decay would end with a step whose learning rate is 0,
+    which would not train anything, set `decay_starts_at_peak` to avoid this.
+    """
     falls = KINDS_OF_KEYS["decay_starts_at_peak"]
     if config.decay_starts_at_peak is not None or config.kind not in falls:
         return config
     is_late = earlier.get("decay_starts_at_peak")
-    # Runs of older versions continue on their curve.
+    # Resumed runs of older versions keep their learning-rate curve.
     is_kept = earlier.get("kind") in falls and (is_late or _ends_at_zero(earlier))
     if not is_kept:
         is_late = _ends_at_zero(config.model_dump()) or None
@@ -389,20 +391,22 @@ def _ends_at_zero(schedule: Mapping[str, Any]) -> bool:
 def _resolve_optimizer(
     config: OptimizerConfig, earlier: Mapping[str, Any], tell: Callable[[str], None]
 ) -> OptimizerConfig:
-    """Return the `optimizer` section with the 8-bit library, the precision of the embeddings' state
-    and the Adafactor variant resolved."""
+    """Return the `optimizer` section after resolving the 8-bit library, the precision of the
+    embeddings' optimizer state and the Adafactor variant.
+    """
     chosen: dict[str, Any] = {}
     has_choice = "embeddings_in_32_bits" in OPTIMIZERS[config.name].options
     if has_choice and config.embeddings_in_32_bits is None:
-        # Runs that were started with an older version of firstlight continue in 8 bits.
+        # Runs that were started with an older version of firstlight keep the state of the
+        # embeddings in 8 bits.
         before = earlier.get("embeddings_in_32_bits", False) if earlier else None
         chosen["embeddings_in_32_bits"] = before is not False
     if config.name == "adamw8bit" and config.eight_bit_library == "auto":
         library = earlier.get("eight_bit_library", "auto")
         chosen["eight_bit_library"] = installed_library(library) if library == "auto" else library
     if config.name == "adafactor" and config.adafactor_variant == "auto":
-        # Recipes of older versions do not have this key. Runs of these versions used torch's
-        # Adafactor.
+        # Recipes that were saved by older versions do not have this key. These versions used
+        # torch's Adafactor.
         variant = earlier.get("adafactor_variant", "torch") if earlier else "paper"
         chosen["adafactor_variant"] = "paper" if variant == "auto" else variant
         if chosen["adafactor_variant"] == "torch":
@@ -437,7 +441,7 @@ def open_compile_modes(
         size: hidden size and number of layers of the model.
         is_busy: True if other programs keep the cores busy.
     """
-    # `conflicts.py` rejects compilation in these cases.
+    # In these cases, `conflicts.py` rejects compilation.
     is_refused = (
         not _is_whole(parts)
         or named_engine(parts).updates_itself
@@ -449,13 +453,13 @@ def open_compile_modes(
         modes = [mode for mode in modes if mode.regional == config.compile_regional]
     if config.compile is False or not modes:
         return [NOT_COMPILED]
-    # Without compilation, fp8's casts cost more time than its faster matrix products save.
+    # Without compilation, the casts to fp8 cost more time than the faster matrix products save.
     return modes if compiles or config.precision == "fp8" else [NOT_COMPILED, *modes]
 
 
 def _loss_chunk_tokens(recipe: Recipe, model: ModelConfig, device: str, precision: str) -> int:
-    """Return the value to which a null `efficiency.loss_chunk_tokens` is resolved: 512, or 0 to
-    disable chunks.
+    """Return the value that replaces a null `efficiency.loss_chunk_tokens`. It is 512, or 0 to
+    compute the loss without chunks.
 
     In fp32 on a CPU, chunks take no additional time and save most of the memory for logits. In
     bf16, torch.compile fuses the head and the loss, which is faster than using chunks.
@@ -493,7 +497,7 @@ def usual_seconds(
     batch, schedule = recipe.batch, recipe.schedule
     minutes = schedule.max_minutes
     rows = 1 if batch.micro_batch_size == "auto" else batch.rows
-    # Number of tokens per step in each process.
+    # Number of tokens that each process computes per step.
     tokens: float = rows * (batch.gradient_accumulation_steps or 1) * seq_len
     if batch.global_batch_tokens is not None:
         tokens = batch.global_batch_tokens / facts.processes

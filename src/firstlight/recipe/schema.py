@@ -1,4 +1,5 @@
-"""Schema of a recipe. A recipe contains all settings of a run, in strictly validated sections.
+"""Define the schema of a recipe. A recipe contains all settings of a run, in strictly validated
+sections.
 
 A section that configures a specific part of firstlight is defined in the module of that part. All
 other sections are defined here.
@@ -27,30 +28,38 @@ class RunConfig(Section):
     """The `run` section."""
 
     dir: str | None = Field(None, min_length=1)
-    """folder for the run's metrics, report and checkpoints. null is runs/NAME, where NAME is the
-    name of the recipe's file."""
+    """folder for the run's metrics, report and checkpoints. null means runs/NAME, where NAME is the
+    name of the recipe's file.
+    """
     seed: int = Field(1337, ge=0, lt=2**63)
-    """seed for the initial weights, the order of the training rows, and dropout."""
+    """seed of the random numbers for the initial weights, the order of the training rows and
+    dropout.
+    """
     device: str = "auto"
-    """device to run on: "auto" (a CUDA GPU if there is one, otherwise the CPU), "cpu", "cuda",
-    "cuda:1", "mps"."""
+    """device on which the model is trained, such as "cpu", "cuda", "cuda:1" or "mps". "auto"
+    selects a CUDA GPU if there is one, and the CPU otherwise.
+    """
     check_device: bool = True
-    """true compares the results of a GPU with those of the CPU before a run, unless the GPU has
-    passed `firstlight info --check`. The check takes a second or two, and wrong results stop the
-    run. A GPU that has passed is checked again if the driver, torch version, precision or attention
-    backend changes."""
+    """true compares the results of a GPU with the results of the CPU before a run, unless the GPU
+    has passed `firstlight info --check`. The check takes a second or two, and wrong results stop
+    the run. A GPU that has passed is checked again if the driver, torch version, precision or
+    attention backend changes.
+    """
     deterministic: bool = False
     """true gives bit-identical results on a CUDA GPU, so that a resumed run equals an uninterrupted
-    run. It is slower, especially in attention's backward pass. On a CPU, results are always
-    bit-identical."""
+    run. Training is then slower, especially in the backward pass of attention. On a CPU, results
+    are always bit-identical.
+    """
     max_minutes: float | None = Field(None, gt=0)
-    """minutes after which the run saves a checkpoint and stops, but not before the first step is
-    complete; null is no limit."""
+    """number of minutes after which the run saves a checkpoint and stops. The run always completes
+    at least one step. null means that there is no limit.
+    """
     trackers: list[Literal["tensorboard", "wandb", "mlflow", "trackio"]] = Field(default=[])
-    """experiment trackers that also receive the run's metrics, samples, recipe and reports. They
-    are tensorboard (in the run folder's tensorboard/; only metrics and samples), wandb (offline),
-    and mlflow and trackio (in their local stores). No data leaves the machine unless the
-    environment variables of a tracker enable uploads."""
+    """experiment trackers that also receive the run's metrics, samples, recipe and reports.
+    "tensorboard" writes only metrics and samples, to the folder tensorboard/ in the run folder.
+    "wandb" runs offline. "mlflow" and "trackio" write to their local stores. No data leaves the
+    machine unless the environment variables of a tracker enable uploads.
+    """
     tracker_checkpoints: bool = False
     """true makes wandb, mlflow and trackio also store the run's last checkpoint."""
 
@@ -83,22 +92,26 @@ class EvaluationConfig(Section):
     """true also evaluates the losses before the first step, as step 0 of metrics.jsonl, unless
     every_steps is 0."""
     max_rows: int = Field(256, ge=0)
-    """number of rows of the validation split to evaluate, spread evenly over it; 0 is all."""
+    """number of rows of the validation split that are evaluated. The rows are spread evenly over
+    the split. 0 evaluates all rows.
+    """
     train_rows: int = Field(0, ge=0)
     """number of rows of the training split (of each corpus in a mix) that are also evaluated. The
-    rows are spread evenly over the split, and are the same each time. The result, train_eval/loss,
-    is computed like val/loss, without dropout; 0 is off."""
+    rows are spread evenly over the split, and are the same each time. The result is logged as
+    train_eval/loss. Like val/loss, it is computed without dropout. 0 disables this evaluation.
+    """
     sample_prompts: list[str] = Field(default=[""])
     """prompts that the model continues at each evaluation (see samples_at). If the data consists of
     conversations, they are messages that the model answers."""
     samples_at: Literal["evaluation", "epoch"] = "evaluation"
-    """when sample texts are generated. "evaluation" is at each evaluation except the one before the
-    first step. "epoch" is after the last step of each pass over the training split. In both cases,
-    samples are also generated after the last step of the run."""
+    """when sample texts are generated. "evaluation" generates them at each evaluation except the
+    evaluation before the first step. "epoch" generates them after the last step of each pass over
+    the training split. In both cases, samples are also generated after the last step of the run.
+    """
     sample_tokens: int = Field(64, ge=1)
-    """maximum number of tokens of a sample."""
+    """maximum number of tokens that are generated for a sample."""
     temperature: float = Field(0.8, ge=0)
-    """temperature of the samples; 0 is greedy decoding."""
+    """temperature at which samples are generated; 0 uses greedy decoding."""
     tasks: list[str] = Field(default=[])
     """tasks on which the model is scored, as with `firstlight eval --tasks`: "hellaswag",
     "hellaswag,FILE.jsonl" or "lm-eval:NAME"."""
@@ -106,7 +119,7 @@ class EvaluationConfig(Section):
     """number of steps between task evaluations; 0 scores the tasks at each evaluation. Tasks are
     also scored at the end of the run."""
     task_items: int = Field(0, ge=0)
-    """number of items to score in each task, starting with the first item; 0 is all."""
+    """number of items to score in each task, starting with the first item; 0 scores all items."""
     task_folder: str | None = None
     """folder with additional tasks for lm-evaluation-harness."""
 
@@ -117,26 +130,31 @@ FEWEST_STEPS = 16
 
 
 class GuardConfig(Section):
-    """The `guard` section. A step is skipped if its loss or gradient is not finite or spikes, so
-    the weights and moments stay unchanged. With efficiency.optimizer_in_backward, the parameters
-    have already been updated by then, so on_divergence applies after a single such step.
+    """The `guard` section. A step is skipped if its loss or gradient is not finite or spikes. The
+    weights and moments then stay unchanged. With efficiency.optimizer_in_backward, a step can't be
+    skipped, because the parameters have already been updated when the loss is checked. In this
+    case, on_divergence applies after a single such step.
     """
 
     max_skipped_steps: int = Field(5, ge=1)
-    """number of consecutive skipped steps after which on_divergence applies. Steps skipped by fp16
-    to adapt the loss scale do not count."""
+    """number of consecutive skipped steps after which on_divergence applies. Steps that are skipped
+    in fp16 to adapt the loss scale do not count.
+    """
     on_divergence: Literal["rollback", "stop"] = "rollback"
     """"rollback" restores weights, moments and random states from the newest good checkpoint and
-    continues with the data that follows (Chowdhery et al. 2022, section 5.1); "stop" ends the
-    run."""
+    continues with data that has not been used yet (Chowdhery et al. 2022, section 5.1). "stop" ends
+    the run.
+    """
     max_rollbacks: int = Field(2, ge=0)
     """maximum number of rollbacks; after that, the next divergence ends the run."""
     spike_z_score: float | None = Field(None, gt=0)
     """number of standard deviations by which a step's loss or gradient norm can exceed the mean of
-    earlier steps before the step is skipped; null is off."""
+    earlier steps before the step is skipped. null disables this check.
+    """
     spike_window: int = Field(128, ge=FEWEST_STEPS)
-    """number of earlier steps used for the mean and the standard deviation of spike_z_score; the
-    first 16 steps are never skipped as spikes."""
+    """number of earlier steps from which the mean and the standard deviation for spike_z_score are
+    computed. The first 16 steps of a run are never skipped as spikes.
+    """
 
 
 class PreferenceConfig(Section):
@@ -147,29 +165,31 @@ class PreferenceConfig(Section):
     reference))), where each term is the log-probability of an answer, summed over its tokens. The
     references are log-probabilities under the model from which the run starts."""
     beta: float = Field(0.1, gt=0)
-    """strength of the pull towards the model from which the run starts; a larger value keeps the
-    trained model closer to that model."""
+    """strength of the pull towards the model from which the run starts. A larger value keeps the
+    trained model closer to the starting model.
+    """
     label_smoothing: float = Field(0.0, ge=0, lt=0.5)
     """assumed fraction of pairs in which the chosen and the rejected answer are swapped
     (conservative DPO).
     """
 
 
-#: A model configuration of any family; `model_type` selects the class.
+#: Model configuration of any family. The value of `model_type` selects the class.
 AnyModelConfig = Annotated[ModelConfig, Field(discriminator="model_type")]
 
 
 class PlanningConfig(Section):
-    """The `planning` section. It contains facts for `firstlight plan`, for use while data and
-    weights do not exist yet. Training ignores this section, because it reads these facts from the
-    prepared data and the weights.
+    """The `planning` section. It contains facts that `firstlight plan` needs if the data or the
+    weights do not exist yet. Training ignores this section and reads these facts from the prepared
+    data and the weights.
     """
 
     vocab_size: int | None = Field(None, ge=1)
     """vocabulary size of the tokenizer that will be used to prepare the data."""
     model: AnyModelConfig | None = None
-    """model configuration of the weights that will be passed with --init-from, for a recipe without
-    a `model` section."""
+    """configuration of the model that will be passed with --init-from. It is used if the recipe
+    does not have a `model` section.
+    """
 
 
 class Recipe(Section):
@@ -206,8 +226,9 @@ class Recipe(Section):
         return self
 
     def with_keys(self, section: str, **values: Any) -> Self:
-        """Return the recipe with new values for some keys of a section. The new values are not
-        validated."""
+        """Return a copy of the recipe with new values for some keys of a section. The new values
+        are not validated.
+        """
         changed = getattr(self, section).model_copy(update=values)
         return self.model_copy(update={section: changed})
 
@@ -236,7 +257,7 @@ class ResolvedBatch(BatchConfig):
 
 
 class ResolvedEfficiency(EfficiencyConfig):
-    """The `efficiency` section without "auto"."""
+    """The `efficiency` section, in which "auto" has been replaced in every key."""
 
     loss_chunk_tokens: int = Field(ge=0)
     compile: bool
@@ -249,8 +270,9 @@ class ResolvedEfficiency(EfficiencyConfig):
 
 
 class ResolvedRecipe(Recipe):
-    """All settings of a run, without open keys. None of the keys that `resolve` sets is null or
-    "auto"."""
+    """All settings of a run after `resolve` has set the open keys. None of these keys is null or
+    "auto".
+    """
 
     model: AnyModelConfig
     data: ResolvedData

@@ -1,4 +1,5 @@
-"""Write the report of one or several runs, which consists of an HTML page and a PNG picture.
+"""Write the report of one or several runs, which consists of an HTML page and a PNG picture, and
+the page of a comparison of two models.
 
 A page is a single self-contained file, rendered from the templates in `pages/`. It does not load
 any other files. Its Content-Security-Policy allows only its inline style and script, which are
@@ -21,7 +22,7 @@ from dataclasses import dataclass
 from importlib import resources
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from jinja2 import DictLoader, Environment, StrictUndefined
@@ -64,6 +65,9 @@ from firstlight.report.summary import (
 )
 from firstlight.run_log.names import HTML_NAME, REPORT_NAME
 from firstlight.run_log.reader import Metrics, RunRecord, Series, read_run, require_run, smoothed
+
+if TYPE_CHECKING:
+    from firstlight.evaluation.comparison import ModelComparison, Segment
 
 #: HTML element that identifies a page as a report.
 GENERATOR = b'<meta name="generator" content="firstlight report">'
@@ -227,7 +231,7 @@ def _templates() -> tuple[Environment, Mapping[str, str]]:
     return environment, files
 
 
-def render_page(template: str, values: Mapping[str, Any]) -> str:
+def _page(template: str, values: Mapping[str, Any]) -> str:
     """Render a template in the folder pages/.
 
     Args:
@@ -393,7 +397,7 @@ def run_page(run: RunRecord) -> str:
     shown = {*_SHOWN, *accuracies(run.metrics)}
     further = [k for k in run.metrics.columns if k not in shown and not k.endswith("_stderr")]
     machine = run.start.get("machine")
-    return render_page(
+    return _page(
         "run.html",
         {
             "run": run,
@@ -649,7 +653,7 @@ def comparison_page(found: RunComparison) -> str:
         drawn = [(axis, _drawings(one, both=True, wide=wide)) for axis, one in by_axis.items()]
         figures.append({"chart": by_axis["step"], "by_axis": drawn, "wide": wide})
     lines = charts[0]["step"].lines
-    return render_page(
+    return _page(
         "comparison.html",
         {
             "log": any(by_axis["step"].needs_log for by_axis in charts),
@@ -829,3 +833,17 @@ def _draw_samples(axes: Any, columns: Sequence[Sequence[str]], step: int) -> Non
         axes.text(
             place, 1, text, family="monospace", fontsize=8, va="top", transform=axes.transAxes
         )
+
+
+def write_model_comparison(comparison: ModelComparison, path: Path) -> None:
+    """Write the page of a comparison of two models.
+
+    Raises:
+        StorageError: the file can't be written.
+    """
+
+    def strength(segment: Segment) -> int:
+        # The strength of the colour is the difference in bits.
+        return min(round(abs(segment.after - segment.before)), 4)
+
+    write_file(path, _page("models.html", {"found": comparison, "strength": strength}))

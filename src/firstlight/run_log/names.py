@@ -1,4 +1,5 @@
-"""Names of the files that a run writes to its folder, except for checkpoints and run.json.
+"""Define the names of the files that a run writes to its folder, except for checkpoints and
+run.json.
 
 A run can be resumed without these files.
 """

@@ -1,7 +1,7 @@
 """Read the files in a run folder, even while the run is active.
 
-The functions read complete files, or return metrics as curves. The classes read lines while another
-process writes them.
+The functions read complete files, or return metrics as curves. `LineFollower` and `StepFollower`
+read lines while another process writes them.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ Axis = Literal["step", "tokens", "hours"]
 
 #: Maximum size of a log file in bytes, which is enough for about ten million steps.
 MAX_LOG_BYTES = 1 << 32
-#: Number of lines that are converted to arrays at a time. It is small enough for the parsed lines
-#: to take only a few MB of memory.
+#: Number of lines that are parsed before they are converted to arrays. The parsed lines take only a
+#: few MB of memory.
 _LINES = 4096
 #: Maximum absolute value of a metric. Calculations with larger values could overflow.
 _GREATEST = 1e100
@@ -49,7 +49,7 @@ MAX_STEP = 2**53
 
 @dataclass(frozen=True)
 class Series:
-    """Points of a curve, in run order.
+    """Points of a curve, in the order in which the run logged them.
 
     Attributes:
         x, y: coordinates of the points, each of shape [N]. All values are finite.
@@ -67,21 +67,24 @@ class Metrics:
     """The numbers in metrics.jsonl, stored by column.
 
     Attributes:
-        steps: step of each of the N lines, in increasing order, [N].
-        columns: for each metric, (zero-based indices of the lines that contain a number for this
-            metric, [M]; these numbers, [M]). Values other than finite numbers, such as null or
-            strings, are omitted.
+        steps: step number of each of the N lines in increasing order, as an array of shape [N].
+        columns: for each metric, a pair of arrays of shape [M]. The first array contains the
+            zero-based indices of the lines that have a number for the metric, and the second array
+            contains these numbers. Values other than finite numbers, such as null or strings, are
+            omitted.
     """
 
     steps: Floats
     columns: Mapping[str, tuple[npt.NDArray[np.intp], Floats]]
 
     def values(self, key: str) -> Floats:
-        """Return all numbers of a metric, [M]. The array is empty if there are none."""
+        """Return all numbers that were logged for a metric, as an array of shape [M]. The array is
+        empty if there are none.
+        """
         return self.columns[key][1] if key in self.columns else np.empty(0)
 
     def last(self, key: str) -> float | None:
-        """Return the last number of a metric, or None if there is none."""
+        """Return the last number that was logged for a metric, or None if there is none."""
         found = self.values(key)
         return float(found[-1]) if len(found) else None
 
@@ -90,7 +93,8 @@ class Metrics:
 
         Args:
             key: key of the metric.
-            axis: quantity on the x axis: "step", "tokens" (tokens seen) or "hours" (of training).
+            axis: quantity on the x axis, which is "step", "tokens" (the number of tokens seen) or
+                "hours" (the hours of training).
         """
         if key not in self.columns:
             return Series(np.empty(0), np.empty(0))
@@ -106,8 +110,8 @@ class Metrics:
 
     @property
     def hours(self) -> Floats:
-        """Hours of training up to each line, [N]. They include the time for the steps and the time
-        spent waiting for saves.
+        """Hours of training up to each line, as an array of shape [N]. They include the time for
+        the steps and the time spent waiting for saves.
         """
         seconds = self._filled("seconds", 0.0) + self._filled("save_stall_seconds", 0.0)
         return np.cumsum(seconds) / 3600
@@ -160,7 +164,8 @@ def _gather(
     Args:
         records: parsed lines.
         first: index of the first line in the file.
-        pieces: parts of each column, keyed by metric; modified in place.
+        pieces: arrays that together form a column, as a list for each metric. The lists are
+            extended in place.
     """
     keys = set().union(*records) - {"step"}
     for key in sorted(keys):
@@ -253,7 +258,7 @@ class RunRecord:
 
     @property
     def start(self) -> Mapping[str, Any]:
-        """Last line of starts.jsonl, or {} if there is none."""
+        """Object on the last line of starts.jsonl, or {} if there is none."""
         return self.starts[-1] if self.starts else {}
 
     @property
@@ -268,9 +273,9 @@ class RunRecord:
 
     @property
     def what_happened(self) -> list[Mapping[str, Any]]:
-        """Events of the run to report, sorted by step, including resumptions and the decision about
-        the length of the run. Events that lack a value required to describe them are omitted (see
-        `left_out`).
+        """Events of the run that a report shows, sorted by step. They include resumptions and the
+        decision about the number of steps. Events that lack a value required to describe them are
+        omitted (see `left_out`).
         """
         found = [event for event in self._happened if _lacking(event) is None]
         return sorted(found, key=lambda event: event["step"])
@@ -310,7 +315,9 @@ _DESCRIBED_BY: Mapping[str, Mapping[str, tuple[type, ...]]] = {
 
 
 def _lacking(event: Mapping[str, Any]) -> str | None:
-    """Return the name of the first value in `_DESCRIBED_BY` that an event lacks, or None."""
+    """Return the name of the first value that an event lacks and that is required to describe it,
+    or None if all required values are present.
+    """
     kinds = _DESCRIBED_BY.get(event["event"], {})
     return next((key for key, kind in kinds.items() if type(event.get(key)) not in kind), None)
 
@@ -325,8 +332,9 @@ def _max_steps(
 
 
 def planned_length(folder: Path) -> tuple[int | None, float | None, int | None]:
-    """Return (planned steps, planned minutes, step limit of a run with a time budget), without
-    reading the metrics. Values that are unknown or do not apply to the run are None.
+    """Return three numbers without reading the metrics: the planned steps, the planned minutes, and
+    the step limit of a run with a time budget. Numbers that are unknown or do not apply to the run
+    are None.
 
     Raises:
         CheckpointError: a file of the run folder is damaged.
@@ -368,8 +376,8 @@ def read_json_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def sound_json_lines(path: Path) -> tuple[list[dict[str, Any]], str | None]:
-    """Return (objects on all readable lines of a JSON Lines file, message about the first problem
-    or None).
+    """Return the objects on all readable lines of a JSON Lines file, and a message about the first
+    problem, or None without a problem.
 
     A problem is an unreadable file or a damaged line. An incomplete last line, left by a killed
     process, is ignored.
@@ -429,7 +437,8 @@ def _read_lines(path: Path, *texts: str) -> list[dict[str, Any]]:
 
 
 def last_start(run_folder: Path) -> dict[str, Any]:
-    """Return the record of the last start or resumption of a run, or {} if there is none.
+    """Return the object that describes the last time a run was started or resumed, or {} if there
+    is none.
 
     Raises:
         CheckpointError: see `read_json_lines`.
@@ -460,7 +469,9 @@ def require_run(folder: Path) -> None:
 
 
 def _read_recipe(path: Path) -> tuple[Mapping[str, Any], str]:
-    """Return the values and the text of recipe.yaml, or ({}, "") if the file is missing."""
+    """Return the parsed values of recipe.yaml and the text of the file, or ({}, "") if the file is
+    missing.
+    """
     if not path.exists():
         return {}, ""
     try:
@@ -475,12 +486,13 @@ def _read_recipe(path: Path) -> tuple[Mapping[str, Any], str]:
     return values, content.decode("utf-8")
 
 
-# Runs with a time budget
+# Functions for runs with a time budget.
 
-#: Maximum number in the file. A float can represent every integer up to this number.
+#: Maximum number that length.json can contain. A float can represent every integer up to this
+#: number.
 _MOST_STEPS = 2**53
 
-#: Keys of the file, with the accepted types and the minimum value of each.
+#: Keys of length.json, with the accepted types and the minimum value of each key.
 _LENGTH_KEYS: Sequence[tuple[str, tuple[type, ...], int]] = (
     ("max_minutes", (int, float), 0),
     ("predicted_steps", (int,), 1),
@@ -503,8 +515,9 @@ def read_length(run_folder: Path) -> dict[str, Any]:
         - "seconds_used": the seconds of training so far.
         - "max_steps": the number of steps in the run, once it has been decided.
         - "decided_at": the number of completed steps when "max_steps" was decided.
-        - "replaced": if "max_steps" was corrected later, pairs (earlier value, number of completed
-          steps when it was replaced).
+        - "replaced": a list of the earlier values of "max_steps" if it was corrected later. Each
+          entry is a pair of the earlier value and the number of completed steps when it was
+          replaced.
 
     Raises:
         CheckpointError: the file is damaged.
@@ -525,8 +538,8 @@ def read_length(run_folder: Path) -> dict[str, Any]:
 
 
 def _are_corrections(value: Any, decided_at: int) -> bool:
-    """Return True if a value is a list of pairs (number of steps, completed steps) that is sorted
-    by completed steps.
+    """Return True if a value is a valid list for the key "replaced" of length.json. Its entries
+    must be pairs of a number of steps and a number of completed steps, sorted by completed steps.
     """
     if type(value) is not list:
         return False
@@ -541,8 +554,8 @@ def _are_corrections(value: Any, decided_at: int) -> bool:
 
 
 def decisions(length: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return events of the run for the decision about the number of steps and for each later
-    correction, or [] if the number of steps has not been decided yet.
+    """Return an event for the decision about the number of steps and one for each later correction.
+    Return [] if the number of steps has not been decided yet.
 
     Args:
         length: result of `read_length`.
@@ -578,7 +591,7 @@ class LineFollower:
         self._rest = b""
 
     def new(self) -> tuple[list[dict[str, Any]], bool]:
-        """Return (objects written since the last call, True if the file was replaced).
+        """Return the objects written since the last call, and whether the file was replaced.
 
         If the file was replaced, the result starts with the first line of the new file. Lines that
         are not JSON objects are omitted.
@@ -596,8 +609,8 @@ class LineFollower:
             self._file = None
 
     def _reopen(self) -> bool:
-        """Open the file that is currently at the path. Return True if it is not the file that was
-        previously open.
+        """Open the file that is currently at the path. Return True if it has replaced the file that
+        was previously open.
         """
         try:
             now = os.stat(self._path)
@@ -628,7 +641,7 @@ def _object(line: bytes) -> dict[str, Any] | None:
 
 
 class StepFollower:
-    """Reads the steps in metrics.jsonl as they are written, and the sample texts of each step.
+    """Reads the metrics and the sample texts of each step while a run writes them.
 
     Args:
         metrics, samples: paths of metrics.jsonl and samples.jsonl.
@@ -639,8 +652,9 @@ class StepFollower:
         self._waiting: list[dict[str, Any]] = []
 
     def new(self) -> list[tuple[dict[str, Any], list[dict[str, Any]]]]:
-        """Return (metrics, samples) for each step written since the last call. Steps that a run
-        repeats after a rollback or a resumption are returned again.
+        """Return the metrics and the sample texts of each step that was written since the last
+        call, as a list of pairs. Steps that a run repeats after a rollback or a resumption are
+        returned again.
         """
         records, _ = self._metrics.new()
         # The samples of a step are written before its metrics, so they already exist.

@@ -28,7 +28,8 @@ from firstlight.run_log.names import (
 )
 from firstlight.run_log.reader import sound_json_lines
 
-#: Files other than checkpoints that a run writes to its folder. A run can be resumed without them.
+#: Names of the files, other than checkpoints, that a run writes to its folder. A run can be resumed
+#: without these files.
 _DERIVED = (
     METRICS_NAME,
     SAMPLES_NAME,
@@ -44,8 +45,8 @@ _DERIVED = (
 
 
 def clear_file_names(folder: Path) -> Iterator[str]:
-    """Rename all folders, pipes and devices in a run folder whose names are needed for the files of
-    the run.
+    """Rename folders, pipes and devices in a run folder if they have names that the run needs for
+    its own files.
 
     Yields:
         A warning for each renamed path.
@@ -62,8 +63,8 @@ def clear_file_names(folder: Path) -> Iterator[str]:
 class JsonLines:
     """A file with one JSON object per line, to which a run appends.
 
-    Floats can be read back exactly. A line that could only be written partially is removed, so the
-    file always consists of complete lines.
+    Floats can be read back exactly. If only a part of a line could be written, this part is
+    removed, so the file always consists of complete lines.
 
     Args:
         path: the file, which is created if it does not exist.
@@ -109,10 +110,11 @@ def json_line(record: Mapping[str, Any]) -> str:
 
 
 def keep_until(path: Path, step: int, *, samples: bool = False) -> tuple[list[int], str | None]:
-    """Remove damaged lines from a log, and all lines after `step`, which the run will write again.
+    """Remove damaged lines from a log. Also remove all lines for later steps than `step`, because
+    the run will write them again.
 
-    A damaged file, or anything at the path that is not a file, is kept under a different name. A
-    symbolic link is replaced with a file.
+    If the file is damaged, or the path is not a file, it is kept under a different name. A symbolic
+    link is replaced with a file.
 
     Args:
         path: the log.
@@ -120,9 +122,8 @@ def keep_until(path: Path, step: int, *, samples: bool = False) -> tuple[list[in
         samples: True for samples.jsonl, where lines contain sample texts and a step can have
             several lines; False for a log with one line per step.
 
-    Returns:
-        (steps of the kept lines; message about the damage, which includes the new name of the
-        damaged file, or None if the file is not damaged).
+    Returns: The steps of the lines that were kept, and a message about the damage, or None if the
+    file is not damaged. The message includes the new name of the damaged file.
 
     Raises:
         StorageError: a file system error.
@@ -147,27 +148,28 @@ def keep_until(path: Path, step: int, *, samples: bool = False) -> tuple[list[in
 
 
 def _rising(steps: Sequence[int], *, several: bool) -> list[int]:
-    """Return the indices of a longest increasing subsequence, found by patience sorting. In this
-    way, a step that is wrong because of damage is omitted, and the correct steps around it are
-    kept.
+    """Return the indices of the lines in a longest subsequence with increasing steps, found by
+    patience sorting. This omits a line whose step is wrong because of damage, and keeps the correct
+    lines around it.
 
     Args:
         steps: steps of the lines, in file order.
         several: True if a step can occur several times.
     """
     find = bisect_right if several else bisect_left
-    # Among all subsequences of a given length, consider the one with the lowest last step. For each
-    # length, `ends` contains this last step and `places` its index. `before` contains, for each
-    # step, the index of the preceding step in its subsequence.
+    # Among all increasing subsequences of a given length, keep the one with the lowest last step.
+    # For each length, `ends` contains this last step, and `places` contains its index. For each
+    # step, `before` contains the index of the preceding step in its subsequence.
     ends: list[int] = []
     places: list[int] = []
     before: list[int] = []
     for place, step in enumerate(steps):
-        # Find the longest subsequence that this step can continue. `ends` is sorted.
+        # Find the longest subsequence to which this step can be appended. `ends` is sorted, so
+        # bisection finds it.
         length = find(ends, step)
         before.append(places[length - 1] if length else -1)
-        # If a step has two lines, keep the first one, because the second one was added to the file
-        # later.
+        # If a step has two lines, keep the first line, because the second line was added to the
+        # file later.
         if ends[length : length + 1] != [step]:
             ends[length : length + 1] = [step]
             places[length : length + 1] = [place]
@@ -179,8 +181,8 @@ def _rising(steps: Sequence[int], *, several: bool) -> list[int]:
 
 
 def missing_steps(steps: Iterable[int], first: int, last: int) -> str:
-    """Return the steps from `first` to `last` without a line as a string, such as "3, 7 to 9", or
-    "" if there are none.
+    """Return the steps from `first` to `last` that do not have a line, as a string such as "3, 7 to
+    9", or "" if there are none.
     """
     gaps, expected = [], first
     for step in (*sorted(steps), last + 1):
@@ -191,7 +193,7 @@ def missing_steps(steps: Iterable[int], first: int, last: int) -> str:
 
 
 class RunLogs:
-    """The logs of a run, open for appending. As a context manager, closes the logs on exit.
+    """The logs of a run, open for appending. Used as a context manager, it closes the logs on exit.
 
     When a run is resumed, all lines for steps after the checkpoint are dropped. The logs therefore
     contain either both the metrics and the samples of a step, or neither.
@@ -201,8 +203,8 @@ class RunLogs:
         last_step: the last step whose lines are kept; -1 drops all lines.
         events: lines with which to replace the content of events.jsonl. If there are none, the file
             is removed.
-        is_branch: True if the run branches off from another run after `last_step`, so it does not
-            have any lines yet.
+        is_branch: True if the run branches off from another run after `last_step`. The logs of such
+            a run are empty at first.
         tell: function that is called with a message about each file with damaged or missing lines.
             The run can continue despite such lines.
 
@@ -261,7 +263,7 @@ class RunLogs:
         self._metrics.sync()
 
     def _open(self, last_step: int) -> None:
-        """Open the logs with the lines up to a step; -1 drops all lines."""
+        """Open the logs, and drop all lines after a step. With -1, drop all lines."""
         for name in (METRICS_NAME, SAMPLES_NAME):
             if last_step >= 0:
                 path, samples = self._folder / name, name == SAMPLES_NAME
@@ -275,13 +277,13 @@ class RunLogs:
     def _say_damage(
         self, name: str, steps: Sequence[int], problem: str | None, last_step: int
     ) -> None:
-        """Report damaged lines, and steps without metrics."""
+        """Report damaged lines and steps that do not have metrics."""
         if problem is not None:
             self._tell(f"warning: {problem}; the run continues without the damaged lines")
         if name != METRICS_NAME:
             return
-        # A run that branches off from another run, or continues the schedule of another run, has no
-        # lines for the steps before its own start.
+        # If a run branches off from another run or continues another run's schedule, its logs do
+        # not contain the steps before its own start.
         starts, _ = sound_json_lines(self._folder / STARTS_NAME)
         begins = starts[0]["step"] if starts else last_step if self._is_branch else 0
         first = begins + 1 if starts or not steps else min(steps)

@@ -1,6 +1,6 @@
-"""Access control for the server and the chat page. This module checks a request's host, origin and
-API key, creates error responses in OpenAI's format, and sets headers that prevent a page from
-contacting other hosts.
+"""Access control for the server and the chat page. This module checks the host, origin and API key
+of each request. It creates error responses in OpenAI's format, and sets headers that prevent a page
+from contacting other hosts.
 """
 
 from __future__ import annotations
@@ -113,8 +113,8 @@ class ClientGoneError(RequestError):
 
 
 def header(scope: Scope, name: bytes) -> str | None:
-    """Return the value of a header. Return None if the header is missing, and "" if it occurs more
-    than once. `name` must be lowercase.
+    """Return the value of a header, whose `name` must be lowercase. Return None if the header is
+    missing, and "" if it occurs more than once.
     """
     values = [value.decode("latin-1") for key, value in scope["headers"] if key == name]
     if not values:
@@ -125,9 +125,10 @@ def header(scope: Scope, name: bytes) -> str | None:
 class Access:
     """Allowed hosts and origins of a server, and its API key.
 
-    A server at a loopback address accepts only requests addressed to a name of the local machine or
-    to a name in `hosts`. Otherwise, an attacker could make a different host name resolve to this
-    machine (DNS rebinding). The port in the Host header is not checked, so that tunnels work.
+    A server at a loopback address accepts a request only if the Host header contains a name of the
+    local machine or a name in `hosts`. Otherwise, an attacker could make a different host name
+    resolve to this machine (DNS rebinding). The port in the Host header is not checked, so that
+    tunnels work.
 
     Args:
         host: name or address that the server listens on.
@@ -205,9 +206,9 @@ class Access:
 
 
 class RequestGuard:
-    """ASGI middleware that rejects unauthorised requests and requests whose path, query and headers
-    together are too large, responds to CORS preflight requests, adds headers to responses and
-    counts requests.
+    """ASGI middleware that rejects unauthorised requests, and requests whose path, query and
+    headers together are too large. It also responds to CORS preflight requests, adds headers to
+    responses and counts requests.
 
     Args:
         app: application that receives the accepted requests.
@@ -228,7 +229,7 @@ class RequestGuard:
         self._answer: ASGIApp = self._answer_with_key
         if access.origins:
             # CORS is handled before the key is checked, because browsers do not send a key with a
-            # preflight request. With this order, a page can also read the error for a wrong key.
+            # preflight request. This order also allows a page to read the error for a wrong key.
             self._answer = CORSMiddleware(
                 self._answer_with_key,
                 allow_origins=sorted(access.origins),
@@ -302,7 +303,7 @@ class LoopbackGuard:
         try:
             self._access.require(scope)
         except RequestError as error:
-            await error.response(scope, receive, send)  # Also rejects a WebSocket.
+            await error.response(scope, receive, send)  # This also rejects WebSockets.
             return
         # Remove the accept-encoding header, because tags can't be found in a compressed page.
         headers = [entry for entry in scope["headers"] if entry[0] != b"accept-encoding"]

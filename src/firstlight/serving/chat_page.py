@@ -54,8 +54,8 @@ class Address:
 
 
 def require_web(host: str, port: int) -> Address:
-    """Check that the page can be served, and return its address. Call this before loading a model,
-    so that a problem is reported without waiting for the model.
+    """Check that the page can be served, and return its address. Call this function before loading
+    a model, so that a problem is reported without waiting for the model.
 
     Raises:
         ConfigError: other machines could reach the host, or the port is invalid.
@@ -84,7 +84,8 @@ def serve_chat(
 ) -> None:
     """Serve the page until Ctrl-C is pressed. Each browser tab has a separate conversation.
 
-    Call this only once per process, because Chainlit's application is a global object.
+    This function can be called only once per process, because Chainlit's application is a global
+    object.
 
     Args:
         loaded: a model from `firstlight.load`.
@@ -106,7 +107,7 @@ def serve_chat(
     def new_session() -> ChatSession:
         return ChatSession(loaded, decoder=decoder, **options)
 
-    new_session()  # Raise any error now, before the page is served.
+    new_session()  # Raise any error before serving the page.
     with (
         contextlib.suppress(KeyboardInterrupt),
         listening_socket(address.host, address.port) as listener,
@@ -264,7 +265,7 @@ _SETTINGS: Mapping[str, tuple[str, str, tuple[float, float] | None]] = {
 
 
 def _widgets(widgets: Any, now: SamplingConfig) -> list[Any]:
-    """Return the widgets for the page's settings, showing the values in `now`."""
+    """Return the widgets for the page's settings. They show the values in `now`."""
     found = []
     for name, (label, description, limits) in _SETTINGS.items():
         value = getattr(now, name)
@@ -312,12 +313,13 @@ class Answers:
 
     @property
     def busy(self) -> bool:
-        """True if an answer is being generated."""
+        """True while an answer is being generated."""
         return self._lock.locked()
 
     async def pieces(self, session: ChatSession, text: str) -> AsyncGenerator[str, None]:
-        """Wait until all earlier answers are complete, then yield an answer's text as it is
-        generated. Closing or cancelling the generator ends the answer after the current token.
+        """Wait until all earlier answers are complete. Then generate an answer, and yield its text
+        as it is generated. If the generator is closed or cancelled, the answer ends after the
+        current token.
 
         Raises:
             FirstlightError: see `ChatSession.answer`.
@@ -335,8 +337,8 @@ class Answers:
 
 async def _in_thread(session: ChatSession, function: Callable[..., T], *arguments: Any) -> T:
     """Call a function in a thread. If this coroutine is cancelled, it stops the session and then
-    waits for the call to end, because the model is in use until then. Cancelling the coroutine
-    again does not end this wait.
+    waits until the function returns, because the function uses the model until then. A second
+    cancellation does not end this wait.
     """
     call = asyncio.ensure_future(asyncio.to_thread(function, *arguments))
     try:

@@ -1,6 +1,6 @@
 """Options of the server, including limits on requests, the API key, and the address to listen on.
-They are defined in a separate module so that the command line can use them without importing the
-server.
+The options are defined in a separate module so that the command line can use them without importing
+the server.
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ _MAX_KEY_BYTES = 4096
 
 #: Maximum number of choices per prompt.
 MAX_CHOICES = 8
-#: Maximum number of prompts in a request, and of token ids in a prompt that is sent as token ids.
-#: The encoder also enforces the model's context limit.
+#: Maximum number of prompts in a request, and maximum number of token ids in a prompt that is sent
+#: as token ids. The encoder also enforces the model's context limit.
 MAX_PROMPTS, MAX_PROMPT_IDS = 64, 200_000
-#: Maximum number of messages in a conversation and of content parts in a message.
+#: Maximum number of messages in a conversation, and maximum number of content parts in a message.
 MAX_MESSAGES, MAX_PARTS = 512, 64
-#: Maximum number of tools in a request and of tool calls in a message.
+#: Maximum number of tools in a request, and maximum number of tool calls in a message.
 MAX_TOOLS = 128
 #: Maximum number of stop strings, and maximum length of a stop string in characters.
 MAX_STOPS, MAX_STOP_CHARS = 4, 256
-#: Maximum value of `logprobs` for a completion, and of `top_logprobs` for a chat.
+#: Maximum value of `logprobs` in a completion request, and of `top_logprobs` in a chat request.
 MAX_LOGPROBS, MAX_CHAT_LOGPROBS = 5, 20
 #: Maximum number of entries of `logit_bias`.
 MAX_BIASES = 1024
 #: Maximum total number of keys and objects in a JSON body. Without this limit, validating a body of
 #: a million bytes that consists mostly of keys would delay the responses to other clients.
 MAX_NAMES = 20_000
-#: OpenAI's default for `max_tokens` in completions. Without `max_tokens`, a chat answer can fill
-#: the context.
+#: Default of `max_tokens` in completion requests, as in OpenAI's API. In a chat request without
+#: `max_tokens`, the answer can fill the context.
 COMPLETION_TOKENS = 16
 #: Maximum number of connections that the operating system queues until the server accepts them.
 BACKLOG = 1024
@@ -149,16 +149,17 @@ class ServerOptions:
         values = {**vars(self), **vars(self.limits)}
         for name, (least, highest) in _RANGES.items():
             value = values[name]
-            # Comparisons with NaN are false, so writing the check this way also rejects NaN.
+            # This form of the condition also rejects NaN, because all comparisons with NaN are
+            # false.
             if value is not None and not least <= value <= highest:
                 raise ConfigError(f"{name} must be between {least} and {highest}, not {value}")
 
 
 def checked_key(key: bytes, where: str) -> bytes:
-    """Return the key if it can be sent in a header; raise an error otherwise.
+    """Return the API key if it can be sent in a header. Otherwise, raise an error.
 
     Args:
-        key: the key.
+        key: the API key.
         where: source of the key, used in error messages.
 
     Raises:

@@ -1,8 +1,9 @@
 """Request models with OpenAI's fields and a few additional ones, and the encoder that converts
 requests to token sequences. The limits on requests are defined in `config.py`.
 
-Each OpenAI field that would change the response is either implemented or rejected by name. Fields
-added by other vendors have no effect, as in vLLM and llama.cpp. Their use is counted in the log.
+Each OpenAI field that would change the response is either implemented, or rejected with an error
+that names the field. Fields added by other vendors have no effect, as in vLLM and llama.cpp. The
+log shows how many requests contain such fields.
 """
 
 from __future__ import annotations
@@ -130,7 +131,8 @@ class StreamOptions(_Body):
 
 
 class _Format(_Body):
-    # Unknown keys are rejected, because they might be rules that the server does not enforce.
+    # Unknown keys are rejected, because they might be requirements that the server does not
+    # enforce.
     model_config = ConfigDict(extra="forbid")
 
 
@@ -276,7 +278,7 @@ class CompletionRequest(GenerationRequest):
 
     @property
     def prompts(self) -> Sequence[str | list[int]]:
-        """The prompts as a list; a single prompt becomes a list with one element."""
+        """The prompts as a list. A single prompt is converted to a list with one element."""
         if isinstance(self.prompt, str):
             return [self.prompt]
         # A list of token ids is a single prompt.
@@ -432,7 +434,9 @@ class ChatRequest(GenerationRequest):
 
     @property
     def forced_schema(self) -> dict[str, Any] | None:
-        """JSON Schema of the tool call that `tool_choice` forces, or None if no call is forced."""
+        """JSON Schema of the tool call that `tool_choice` requires, or None if a call is not
+        required.
+        """
         if self.tool_choice in (None, "none", "auto"):
             return None
         wanted = self.tool_choice.function.name if isinstance(self.tool_choice, Tool) else None
@@ -475,8 +479,8 @@ _MESSAGES = {
 
 
 class LimitedRequest(Request):
-    """Request whose body is read within the limits of `app.state.service` and then parsed in one of
-    that service's threads.
+    """Request with limits on its body. The body is read within the limits of `app.state.service`,
+    and then parsed in one of the service's threads.
     """
 
     async def body(self) -> bytes:
@@ -560,7 +564,7 @@ def _require_size(size: int, limits: Limits) -> None:
 
 
 def not_an_object() -> RequestError:
-    """Return the error for a body that is empty or not a JSON object."""
+    """Return the error for a request body that is empty or not a JSON object."""
     return RequestError(400, "the body must be a JSON object", code="invalid_json")
 
 
@@ -577,8 +581,8 @@ def _number(text: str) -> float:
 
 
 def _object_maker() -> Callable[[list[tuple[str, Any]]], dict[str, Any]]:
-    """Return a hook for `json.loads` that creates the objects of one body. The hook raises a
-    `RequestError` with status 413 if the body has too many keys, and a `ValueError` if an object
+    """Return a hook for `json.loads` that creates the objects of one request body. The hook raises
+    a `RequestError` with status 413 if the body has too many keys, and a `ValueError` if an object
     has duplicate keys.
     """
     count = 0
@@ -595,7 +599,7 @@ def _object_maker() -> Callable[[list[tuple[str, Any]]], dict[str, Any]]:
 
 
 def _invalid_request(error: ValidationError) -> RequestError:
-    """Return the request error for the first problem found in an invalid body."""
+    """Return the error to send for the first problem that was found in an invalid request body."""
     first = error.errors(include_url=False)[0]
     parts = list(first["loc"])
     if parts[0] == "response_format":
@@ -630,9 +634,9 @@ class EncodedRequest:
     """A validated and encoded request.
 
     Attributes:
-        texts: new continuations. All choices for the first prompt come first, then all choices for
-            the second prompt, and so on.
-        response: format of the response.
+        texts: the continuations to generate. All choices for the first prompt come first, then all
+            choices for the second prompt, and so on.
+        response: object that writes the response.
     """
 
     texts: list[Continuation]
@@ -668,7 +672,7 @@ class RequestEncoder:
         self.name = name
         self.context = context
         self._tokenizer = tokenizer_of(loaded)
-        # Fail early if the settings are out of range.
+        # Check the settings here, so that an invalid value is reported before the first request.
         with_model_settings(SamplingConfig(), loaded, ())
         self._texts = TokenTexts(self._tokenizer)
         self._grammars: Grammars | None = None
@@ -846,7 +850,7 @@ class RequestEncoder:
     def _format(
         self, request: GenerationRequest, texts: Sequence[Continuation], has_logprobs: bool
     ) -> dict[str, Any]:
-        """Return the constructor arguments of the request's `ResponseFormat`."""
+        """Return the arguments for creating the request's `ResponseFormat`."""
         options = request.stream_options
         return {
             "model": self.name,
@@ -870,7 +874,8 @@ class RequestEncoder:
         Args:
             request: the request.
             prompts: token ids of each prompt.
-            wanted: fields of `SamplingConfig` whose values differ between completions and chats.
+            wanted: values of the fields in `SamplingConfig` that differ between completion and chat
+                requests.
             end_ids: ids of the end-of-text tokens.
             shown: see `Continuation`.
 
@@ -887,7 +892,7 @@ class RequestEncoder:
             schema, source = request.forced_schema, "tools"
         make_constraint = self._constraints(schema, source)
         if schema is not None:
-            end_ids = self._chat_ends  # The grammar uses these end tokens.
+            end_ids = self._chat_ends  # The grammar allows these end tokens.
         settings = {"temperature": 1.0, **self._loaded.sampling, **wanted}
         samplings = [_sampling(request, n, settings) for n in range(choices)]
         try:
@@ -963,8 +968,8 @@ def fingerprint_of(model: Model) -> str:
     """Return the `system_fingerprint` of a model. It is a short hash of the model's config, the
     versions of firstlight and torch, and a few elements at the start and end of every tensor.
 
-    A few elements are sufficient, because training changes all elements. Reading all the weights
-    would take as long as loading them.
+    A few elements of each tensor are sufficient, because training changes all elements. Reading all
+    the weights would take as long as loading them.
     """
     found = hashlib.sha256(f"{own_version()} {torch.__version__} {model.config}".encode())
     for name, tensor in model.state_dict().items():

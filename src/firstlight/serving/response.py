@@ -1,6 +1,6 @@
 """Response models and response formats. FastAPI generates the OpenAPI document from the models. A
-format defines how a response is written, including log-probabilities if requested: as a single body
-or as server-sent events.
+response format writes a response, including log-probabilities if the request asks for them. The
+response is written as a single body or as server-sent events.
 """
 
 from __future__ import annotations
@@ -149,7 +149,8 @@ def event(content: bytes) -> bytes:
 
 
 class Part(NamedTuple):
-    """Part of a choice: the text for one event, or the whole choice in a complete response.
+    """Part of a choice. In an event, this is the text since the previous event. In a complete
+    response, it is the whole choice.
 
     Attributes:
         number: index of the choice.
@@ -173,8 +174,8 @@ class ResponseFormat:
         texts: bytes of each token; None if the request does not ask for log-probabilities.
         prompt_tokens: total number of tokens in all prompts.
         choices: number of choices.
-        includes_usage: whether the last event contains the token counts. If so, the `usage` field
-            of all other events is null.
+        includes_usage: True to include the token counts in the last event. The `usage` field of all
+            other events is then null.
 
     Attributes:
         prefix: beginning of the response's id.
@@ -198,8 +199,8 @@ class ResponseFormat:
     ) -> None:
         self._texts, self.prompt_tokens = texts, prompt_tokens
         self._completion_tokens = 0
-        #: For each choice, the updates that have not been written yet. None before the choice's
-        #: first event.
+        #: For each choice, the updates that have not been written yet, or None before the first
+        #: event of the choice.
         self._updates: list[list[Update] | None] = [None] * choices
         self._tail = {"usage": None} if includes_usage else {}
         self._head: dict[str, Any] = {
@@ -210,13 +211,13 @@ class ResponseFormat:
         }
 
     def add(self, index: int, update: Update) -> None:
-        """Add the result of one step for a choice."""
+        """Add the result of one decoding step to a choice."""
         updates = self._updates[index] = self._updates[index] or []
         updates.append(update)
         self._completion_tokens += update.tokens
 
     def _take(self, index: int) -> Part:
-        """Return the pending updates of a choice, and clear them."""
+        """Return the updates of a choice that have not been written yet, and remove them."""
         updates = self._updates[index] or []
         self._updates[index] = []
         return Part(
@@ -235,7 +236,7 @@ class ResponseFormat:
         return content.model_dump_json().encode()
 
     def events(self, updates: Iterable[tuple[int, Update]]) -> bytes:
-        """Add the results of steps. Return the events for the new results."""
+        """Add the results of decoding steps. Return the server-sent events for these results."""
         found: list[Any] = []
         for index, update in updates:
             if self._updates[index] is None:
@@ -246,7 +247,9 @@ class ResponseFormat:
         return b"".join(self._event(choices=[piece], **self._tail) for piece in found)
 
     def last_event(self) -> bytes:
-        """Return the event with the token counts, if the request asks for it."""
+        """Return the event that contains the token counts. Return b"" if the request does not ask
+        for it.
+        """
         return self._event(choices=[], usage=self._usage()) if self._tail else b""
 
     def _event(self, **fields: Any) -> bytes:
@@ -265,11 +268,13 @@ class ResponseFormat:
         raise NotImplementedError
 
     def _opening(self, index: int) -> Sequence[Any]:
-        """Return the choices to send, each in its own event, before the first text of a choice."""
+        """Return the choices to send before the first text of a choice. Each of them is sent in a
+        separate event.
+        """
         raise NotImplementedError
 
     def _pieces(self, part: Part) -> Sequence[Any]:
-        """Return the choices to send for a part, each in its own event."""
+        """Return the choices to send for a part. Each of them is sent in a separate event."""
         raise NotImplementedError
 
 
@@ -279,7 +284,7 @@ class Echo:
 
     Attributes:
         prompt: text of the prompt.
-        text: the prompt's continuation, which also stores the prompt's own tokens and their
+        text: the continuation of the prompt. It also contains the tokens of the prompt and their
             log-probabilities.
     """
 
@@ -324,7 +329,8 @@ class CompletionFormat(ResponseFormat):
 
 
 class ChatFormat(ResponseFormat):
-    """The formats `chat.completion` (complete response) and `chat.completion.chunk` (event).
+    """The format `chat.completion` of complete responses, and the format `chat.completion.chunk` of
+    events.
 
     Args:
         answers: format in which the model writes the parts of its answers.
@@ -405,7 +411,9 @@ def _delta(index: int, delta: dict[str, Any]) -> dict[str, Any]:
 
 
 class TokenTexts:
-    """Bytes of each token of a tokenizer; `bytes_of` returns them for a token id."""
+    """The bytes of each token in a tokenizer's vocabulary. `bytes_of` returns the bytes for a token
+    id.
+    """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -480,12 +488,13 @@ class TokenTexts:
 
 
 class LogprobsWriter:
-    """Writes the `logprobs` field of one completion choice, either all at once or event by event.
+    """Writes the `logprobs` field of one choice of a completion, either all at once or event by
+    event.
 
     Args:
         texts: bytes of each token.
-        echo: the prompt, if the choice begins with it; the prompt's log-probabilities are written
-            first.
+        echo: the prompt, if the choice begins with the prompt. In this case, the log-probabilities
+            of the prompt are written first.
     """
 
     def __init__(self, texts: TokenTexts, echo: Echo | None) -> None:
@@ -495,7 +504,8 @@ class LogprobsWriter:
         if echo is not None:
             ids = echo.text.prompt_ids
             content = b"".join(texts.bytes_of(i) for i in ids if texts.adds_text(i))
-            # Llama's decoders drop the first space of the decoded text, so the offsets begin at -1.
+            # Llama's tokenizers drop the first space of the decoded text, so the offsets begin at
+            # -1.
             self._offset = -(content.decode(errors="replace") == f" {echo.prompt}")
 
     def write(self, entries: Iterable[TokenLogprob]) -> CompletionLogprobs:
@@ -532,9 +542,9 @@ class LogprobsWriter:
         if self._texts.adds_text(token_id):
             content = self._texts.bytes_of(token_id)
         if not 0x80 <= (content or b"\x80")[0] < 0xC0:
-            # The token does not begin with a UTF-8 continuation byte, so no character spans both
-            # this token and the previous one. If the bytes so far end in an incomplete character,
-            # it counts as one replacement character.
+            # The token does not begin with a UTF-8 continuation byte, so no character spans the
+            # previous token and this token. If the bytes so far end in an incomplete character, it
+            # counts as one replacement character.
             self._offset += len(self._characters.decode(b"", final=True))
         offset = max(self._offset, 0)
         self._offset += len(self._characters.decode(content))

@@ -32,9 +32,10 @@ class ScheduledSequence:
     """One sequence to generate.
 
     Attributes:
-        text: a new continuation. After `Scheduler.submit`, only the scheduler's thread can use it.
-        receive: callback for the sequence's updates. The scheduler does not call it. The `deliver`
-            callback, which was passed to the scheduler, has to call it.
+        text: continuation to generate. After `Scheduler.submit`, only the scheduler's thread is
+            allowed to use it.
+        receive: callback that receives the sequence's updates. It must be called by the scheduler's
+            `deliver` callback, because the scheduler itself does not call it.
         cancelled: True if the sequence is no longer needed.
     """
 
@@ -45,11 +46,11 @@ class ScheduledSequence:
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """Result of one step for one sequence.
+    """The result of one decoding step for one sequence.
 
     Attributes:
         sequence: the sequence.
-        piece: text that became final in this step; often empty.
+        piece: text of the sequence that became final in this step; often empty.
         tokens: number of tokens chosen in this step, 0 or 1, not counting an end token.
         logprobs: log-probabilities of the chosen tokens, if the sampling config asks for them.
         finish_reason: "stop" or "length" in the last update; None in earlier updates.
@@ -70,14 +71,15 @@ class Update:
 
 
 class Scheduler:
-    """Decodes the submitted sequences, at most `BatchDecoder.max_sequences` at a time.
+    """Generates the submitted sequences. At most `BatchDecoder.max_sequences` of them are generated
+    at a time.
 
     Args:
         make_decoder: function that creates the decoder; it is called by `start`, in the thread that
             uses the decoder.
         max_queue: maximum number of waiting sequences, not counting those in the decoder.
-        deliver: callback for the updates of all sequences in a step. It is called in the
-            scheduler's thread and must return quickly.
+        deliver: callback that receives the updates of all sequences after each step. It is called
+            in the scheduler's thread and must return quickly.
 
     Attributes:
         max_tokens: maximum length of a sequence in tokens, including the prompt; set by `start`.
@@ -142,7 +144,7 @@ class Scheduler:
 
     def submit(self, sequences: Sequence[ScheduledSequence]) -> None:
         """Add sequences to the queue in the given order. If there is not enough room for all of
-        them, add none.
+        them, add none of them.
 
         Raises:
             QueueFullError: the queue does not have enough room.
@@ -173,7 +175,7 @@ class Scheduler:
         """Decode a single token after a failure, if no sequence is running.
 
         Clients may stop sending requests to a server that reports a failure. Without this method,
-        such a server would never notice that the cause of the failure is gone.
+        such a server would not notice when the cause of the failure disappears.
         """
         with self._changed:
             self._trying = self.failure is not None
@@ -215,7 +217,7 @@ class Scheduler:
             self._decoder.add([0])
             self._decoder.remove(len(self._decoder) - 1)
             self.failure = None
-        except Exception as error:  # noqa: BLE001 - any error fails the affected sequences
+        except Exception as error:  # noqa: BLE001 - any error ends the affected sequences
             self.failure = error
 
     def _end(self) -> None:
@@ -233,10 +235,10 @@ class Scheduler:
                 self._remove(row)
 
     def _join(self) -> list[Update]:
-        """Move waiting sequences to the batch and choose the first token of each. No more sequences
-        join once the joining prompts add up to `pass_tokens` tokens, because the running sequences
-        have to wait while these prompts are computed. At least one sequence can join, whatever its
-        length.
+        """Move waiting sequences to the batch and choose the first token of each. The total length
+        of these sequences' prompts is limited to `pass_tokens` tokens, because the running
+        sequences have to wait while the prompts are computed. At least one sequence can join, even
+        if its prompt is longer.
         """
         joining: list[ScheduledSequence] = []
         tokens = 0
@@ -249,11 +251,13 @@ class Scheduler:
         return self._joined(joining) if joining else []
 
     def _joined(self, joining: Sequence[ScheduledSequence]) -> list[Update]:
-        """Compute the prompts of the sequences that have just joined, and return their updates."""
+        """Compute the prompts of the sequences that have just joined the batch, and return the
+        updates of these sequences.
+        """
         first = len(self._decoder)
         try:
             chosen = first_tokens([sequence.text for sequence in joining], self._decoder)
-        except Exception as error:  # noqa: BLE001 - any error fails the affected sequences
+        except Exception as error:  # noqa: BLE001 - any error ends the affected sequences
             while len(self._decoder) > first:
                 self._decoder.remove(len(self._decoder) - 1)
             with self._changed:
@@ -261,7 +265,8 @@ class Scheduler:
             if len(joining) == 1:
                 self.failure = error
                 return [Update(joining[0], error=error)]
-            # Compute the prompts one by one, so that only the sequences that cause an error fail.
+            # Compute the prompts one at a time, so that an error affects only the sequence that
+            # caused it.
             updates: list[Update] = []
             for sequence in joining:
                 with self._changed:
@@ -280,7 +285,7 @@ class Scheduler:
             return []
         try:
             chosen = next_tokens([sequence.text for sequence in running], self._decoder)
-        except Exception as error:  # noqa: BLE001 - any error fails the affected sequences
+        except Exception as error:  # noqa: BLE001 - any error ends the affected sequences
             # All sequences fail, because any of them may have caused the error.
             self.failure = error
             updates = [Update(sequence, error=error) for sequence in running]
@@ -291,9 +296,7 @@ class Scheduler:
         return updates
 
     def _remove_ended(self, first: int, updates: Sequence[Update]) -> None:
-        """Of the sequences in row `first` and later rows, remove those that have received their
-        last update.
-        """
+        """Remove the sequences that have received their last update, from row `first` onwards."""
         for number in reversed(range(len(updates))):
             if updates[number].ended:
                 self._remove(first + number)
@@ -306,14 +309,14 @@ class Scheduler:
 
 
 def _pushed(sequence: ScheduledSequence, chosen: Chosen | Exception) -> Update:
-    """Append a sequence's next token. Return the update, which contains the error if one
+    """Append the next token to a sequence. Return an update, which contains the error if an error
     occurred.
     """
     text = sequence.text
     before = len(text.token_ids)
     try:
         piece = text.push(chosen)
-    except Exception as error:  # noqa: BLE001 - any error fails the affected sequences
+    except Exception as error:  # noqa: BLE001 - any error ends the affected sequences
         return Update(sequence, error=error)
     logprobs = () if text.logprobs is None else tuple(text.logprobs[before:])
     return Update(

@@ -76,11 +76,11 @@ _LINGER_SECONDS = 5.0
 #: Maximum number of bytes to discard from a rejected request's body before the connection is
 #: closed.
 _LINGER_BYTES = 4 * 2**20
-#: Time in seconds between the first and the second probe of a client that has closed its sending
-#: side.
+#: Time in seconds between the first two probes that check whether a client that has closed its
+#: sending side is still connected.
 _PROBE_SECONDS = 0.05
-#: During shutdown, the connections of clients that do not read are closed first. The remaining
-#: requests are cancelled after this delay in seconds.
+#: Delay in seconds during shutdown. The connections of clients that do not read are closed first,
+#: and the remaining requests are cancelled after this delay.
 _CANCEL_SECONDS = 0.05
 #: Number of file descriptors reserved for purposes other than connections.
 _OTHER_FILES = 128
@@ -112,7 +112,7 @@ class Models(BaseModel):
 
 
 class _LimitedRoute(APIRoute):
-    """Route that reads bodies within the server's limits."""
+    """Route whose handlers read request bodies within the server's limits."""
 
     def get_route_handler(self) -> Callable[[Request], Any]:
         handle = super().get_route_handler()
@@ -164,8 +164,8 @@ def create_app(service: Service, access: Access, on_ready: Callable[[], None]) -
     paths = {getattr(route, "path", "") for route in app.routes}
 
     def count(path: str, status: int) -> None:
-        # Unknown paths are counted as "other", so that clients can't create an unlimited number of
-        # metrics.
+        # Requests to unknown paths are counted under "other", so that clients can't create an
+        # unlimited number of metrics.
         known = path if path in paths else "other"
         route = "/v1/models/{model}" if path.startswith("/v1/models/") else known
         service.metrics.requests.labels(route, str(status)).inc()
@@ -178,7 +178,7 @@ async def _respond_to_error(request: Request, error: Exception) -> Response:
     if isinstance(error, RequestError):
         return error.response
     if isinstance(error, RequestValidationError):
-        return not_an_object().response  # Only an empty body arrives here.
+        return not_an_object().response  # This occurs only for an empty body.
     if isinstance(error, HTTPException):
         words = {404: "there is no such path", 405: "this path does not support the HTTP method"}
         message = words.get(error.status_code, str(error.detail))
@@ -240,7 +240,7 @@ def _add_generation(app: FastAPI, service: Service) -> None:
 
     @app.post("/v1/completions", response_model=Completion, responses=streamed)
     async def completions(body: CompletionRequest, request: Request) -> Response:
-        """Continue one or more texts."""
+        """Complete one or more prompts."""
         return await _respond(service, body, request)
 
     @app.post(
@@ -273,7 +273,7 @@ def _add_bounds(fields: dict[str, Any], encoder: RequestEncoder) -> None:
     if "tools" in fields and not encoder.has_tools:
         fields["tools"]["anyOf"][0]["maxItems"] = 0
         fields["tool_choice"] = {"enum": ["none", "auto", None]}
-    # Without this line, the schema would accept names that are not token ids.
+    # Without `additionalProperties`, the schema would accept names that are not token ids.
     fields["logit_bias"]["anyOf"][0]["additionalProperties"] = False
     kinds = fields["prompt"]["anyOf"] if "prompt" in fields else []
     for kind in (*kinds, *(kind.get("items", {}) for kind in kinds)):
@@ -383,8 +383,8 @@ class LimitedProtocol(H11Protocol):
 
     def _make_room(self) -> None:
         """Close the connection that has waited longest for the head of a request. If all other
-        connections already have a request, none is closed, and uvicorn rejects the new connection's
-        request with status 503.
+        connections have already received a request, none of them is closed, and uvicorn rejects the
+        request of the new connection with status 503.
         """
         waiting = [
             connection
@@ -498,8 +498,8 @@ class LimitedProtocol(H11Protocol):
         )
 
     def shutdown(self) -> None:
-        """Called by uvicorn when the server shuts down. A request that has not fully arrived does
-        not get a response.
+        """Called by uvicorn when the server shuts down. A request that has not arrived completely
+        does not get a response.
         """
         if self._is_answering():
             super().shutdown()
@@ -540,7 +540,7 @@ class Server(uvicorn.Server):
 
     Args:
         config: the uvicorn configuration.
-        shutdown_timeout: time for running answers to finish, in seconds.
+        shutdown_timeout: time in seconds that running answers have to finish.
     """
 
     def __init__(self, config: uvicorn.Config, shutdown_timeout: float) -> None:
@@ -566,7 +566,7 @@ class Server(uvicorn.Server):
             if isinstance(connection, LimitedProtocol) and connection.flow.write_paused:
                 connection.transport.abort()  # The client is not reading.
         # Cancel the other requests after a short delay. By then, the requests of the aborted
-        # connections have ended; they can't be answered.
+        # connections have ended without a response, because they can't be answered.
         asyncio.get_running_loop().call_later(_CANCEL_SECONDS, self._cancel_requests)
 
     def _cancel_requests(self) -> None:
@@ -575,9 +575,9 @@ class Server(uvicorn.Server):
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Within the context, make SIGINT, SIGTERM and SIGHUP (a closed terminal) end the server.
-        Unlike uvicorn's method, this method leaves ignored signals alone, such as those ignored by
-        `nohup` or by `serve ... &` in a script.
+        """Inside the `with` block, end the server on SIGINT, SIGTERM and SIGHUP (sent when a
+        terminal is closed). Unlike uvicorn's method, this method leaves ignored signals alone, such
+        as those ignored by `nohup` or by `serve ... &` in a script.
         """
         before = {}
         if threading.current_thread() is threading.main_thread():
@@ -591,8 +591,8 @@ class Server(uvicorn.Server):
                 signal.signal(number, handler)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Handle a signal. Do not call uvicorn's method, because it records the signal, and uvicorn
-        would then raise the signal again after the shutdown.
+        """Handle a signal. uvicorn's method is not called, because it would record the signal, and
+        uvicorn would raise the signal again after the shutdown.
         """
         if self.should_exit and sig == signal.SIGINT:
             self._is_hurried = True
@@ -601,8 +601,8 @@ class Server(uvicorn.Server):
 
 
 def new_server(service: Service, on_ready: Callable[[], None]) -> Server:
-    """Create the server for a service that has been started. The caller runs it with
-    `run(sockets=[...])` and a `listening_socket`.
+    """Create the server for a service that has been started. The caller runs the server by calling
+    `run(sockets=[...])` with a socket from `listening_socket`.
 
     Args:
         service: the service, already started.

@@ -1,5 +1,5 @@
-"""Serve one model. The service connects the HTTP server's event loop with the threads that encode
-requests and generate text.
+"""Serve requests with one model. The service connects the HTTP server's event loop with the threads
+that encode requests and generate text.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class ServerMetrics:
     """Prometheus metrics of one server, stored in `registry`.
 
     Args:
-        scheduler: scheduler whose sequences are counted.
+        scheduler: the scheduler, whose running and waiting sequences are counted.
     """
 
     def __init__(self, scheduler: Scheduler) -> None:
@@ -108,8 +108,8 @@ class Service:
             deliver=self._deliver,
         )
         self.metrics = ServerMetrics(self.scheduler)
-        # A large body can take several seconds to parse and encode, and small bodies must not wait
-        # for it.
+        # A large body can take several seconds to parse and encode. Small bodies are processed in a
+        # different thread, so that they do not have to wait.
         self._large = ThreadPoolExecutor(1, thread_name_prefix="firstlight-large-request")
         self._small = ThreadPoolExecutor(1, thread_name_prefix="firstlight-request")
         for executor in (self._large, self._small):
@@ -143,14 +143,15 @@ class Service:
     def stop(self) -> None:
         """Stop the service. Remaining requests fail with status 503."""
         self.scheduler.stop()
-        if hasattr(self, "encoder"):  # True if `start` was called.
+        if hasattr(self, "encoder"):  # `start` has been called.
             self.encoder.close()
         for executor in (self._large, self._small):
             executor.shutdown(wait=False, cancel_futures=True)
 
     def require_able(self) -> None:
-        """Raise an error if requests can't be served. If the last step failed, the scheduler's
-        thread tries another step, and the next call of this method reports the result.
+        """Raise an error if requests can't be served. If the last decoding step failed, the
+        scheduler's thread tries another step. The next call of this method reports whether that
+        step succeeded.
 
         Raises:
             RequestError: with status 503 and the reason.
@@ -170,8 +171,8 @@ class Service:
 
     @property
     def cache_bytes(self) -> int:
-        """Size of the cache for a full batch, in bytes. The cache contains keys and values in the
-        dtype of the weights, and recurrent states.
+        """Size of the key-value cache for a full batch, in bytes. The cache contains keys and
+        values in the dtype of the weights, and the recurrent states.
         """
         model = self._loaded.model
         token = cache_bytes_per_token(model.config, next(model.parameters()).dtype)
@@ -179,8 +180,9 @@ class Service:
         return sequence * self.scheduler.max_sequences
 
     async def in_thread(self, request: Request, work_on: Callable[[], T]) -> T:
-        """Run a request's work in a worker thread, selected by the size of the request's body. As a
-        result, neither the event loop nor small requests wait for large ones.
+        """Run a function that processes a request in a worker thread. The thread is selected by the
+        size of the request's body, so that small requests do not wait for large ones. The event
+        loop never waits.
 
         Raises:
             ClientGoneError: the client closed the connection.
@@ -204,8 +206,8 @@ class Service:
             watcher.cancel()
 
     def _deliver(self, updates: list[Update]) -> None:
-        """Pass all updates of a step from the scheduler's thread to the event loop in a single
-        call.
+        """Pass all updates of a decoding step from the scheduler's thread to the event loop in a
+        single call.
         """
         self.loop.call_soon_threadsafe(self._hand_out, updates)
 
@@ -217,8 +219,9 @@ class Service:
     async def generate(
         self, encoded: EncodedRequest, request: Request
     ) -> AsyncGenerator[list[tuple[int, Update]], None]:
-        """Generate the sequences of a request. Each item contains the updates since the previous
-        item, each with the index of its choice. Closing the generator cancels unfinished sequences.
+        """Generate the sequences of a request. Each yielded item contains the updates since the
+        previous item, together with the index of the choice for each update. Closing the generator
+        cancels unfinished sequences.
 
         Raises:
             RequestError: with status 429 if the queue is full, 503 if the server is stopping, 504
@@ -299,8 +302,8 @@ async def _until_gone(receive: Receive) -> None:
 def _before_failure(
     items: list[tuple[int, Update] | RequestError], request_id: str
 ) -> tuple[list[tuple[int, Update]], RequestError | None]:
-    """Return the updates before the first failure, and the error to send to the client for that
-    failure. The error is None if there is no failure.
+    """Return the updates that precede the first failure, and the error to send to the client for
+    this failure. The error is None if there was no failure.
     """
     updates: list[tuple[int, Update]] = []
     for item in items:

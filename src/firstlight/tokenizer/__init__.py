@@ -41,9 +41,10 @@ __all__ = [
     "train_tokenizer",
 ]
 
-#: Maximum length in characters of a pre-token during training. The run time of the library grows
-#: with the square of this length, so a genome on one line would take hours. The limit is not part
-#: of the trained tokenizer, because llama.cpp only supports known split patterns.
+#: Maximum length in characters of a pre-token during training. The library's run time grows with
+#: the square of this length. Without a limit, training on a genome in one line would take hours.
+#: The limit is not part of the trained tokenizer, because llama.cpp only supports known split
+#: patterns.
 _LONGEST_PIECE = 256
 #: Approximate number of characters passed to the library at a time.
 _BATCH_CHARACTERS = 1 << 18
@@ -80,11 +81,12 @@ def train_tokenizer(
         pattern: regular expression that splits text into pre-tokens. Merges never cross the
             boundaries of a match. During training only, a match of more than 256 characters is
             split further, so no token is longer than that.
-        special_tokens: special tokens, which get the ids 0, 1, ... The first one is the eos token.
+        special_tokens: special tokens, which get the ids 0, 1, ... The first special token is the
+            eos token.
 
     Raises:
         TokenizerError: `vocab_size` is too small, or the corpus is empty.
-        InputError: a text contains a lone surrogate, which is not a character.
+        InputError: a string in `texts` contains a lone surrogate, which is not a character.
     """
     require_vocab_size(vocab_size, len(special_tokens))
     backend = tokenizers.Tokenizer(models.BPE())
@@ -124,8 +126,8 @@ def train_tokenizer(
 def _train(
     backend: tokenizers.Tokenizer, trainer: trainers.BpeTrainer, batches: Iterator[list[str]]
 ) -> None:
-    """Train `backend` in another thread (see `in_thread`). The text is read in this thread, so that
-    reading a file or dataset can be interrupted.
+    """Train `backend` in a separate thread (see `in_thread`). The text is read in the calling
+    thread, so that reading a file or dataset can be interrupted.
     """
     waiting: queue.Queue[list[str] | None] = queue.Queue(1)
     stopped = threading.Event()
@@ -143,7 +145,7 @@ def _train(
                 with contextlib.suppress(queue.Full):
                     waiting.put(batch, timeout=1)
                     break
-            # The future is done early if the library has failed. The remaining text is then not
+            # If the library fails, the future completes early, and the remaining text is not
             # needed.
             if training.done():
                 break

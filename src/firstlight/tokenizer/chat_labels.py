@@ -15,16 +15,16 @@ following characters are labels:
                                          without the whitespace after its end token
 
 Without blocks, the prompt and the conversation up to the answer are rendered separately, and each
-of them should be a prefix of the full text. However, some templates render an answer differently if
-more messages follow it. In that case, the answer is located in the full text by the positions of
+of the two should be a prefix of the full text. However, some templates render an answer differently
+if more messages follow it. In that case, the answer is located in the full text by the positions of
 its strings (content, reasoning, names and arguments of calls). The answer starts after the
 generation prompt, which is searched for before the first of these strings. To find where the answer
 ends, the conversation up to the answer is rendered, and the part after the last of these strings is
 compared with the full text.
 
 The positions of all strings are found by rendering the conversation again with marks around each
-string. If the marks of a string are missing from the result, the template omits the string, which
-is then called lost.
+string. If the marks of a string are missing from the result, the template has omitted this string.
+Such a string is called lost.
 
 Some templates end the generation prompt with `<think>`, but do not render the reasoning of the
 answers. The model must nevertheless learn to continue after this tag, so `<think>`, the reasoning
@@ -75,8 +75,9 @@ _NOT_FOUND = (
 )
 
 
-#: Tokens to use as labels: "assistant" for all messages of the assistant, "last" for only the last
-#: of them, "answers" for all of them without the reasoning, and "all" for all tokens.
+#: Tokens to use as labels: "assistant" for all messages of the assistant, "last" for only the
+#: assistant's last message, "answers" for all messages of the assistant without the reasoning, and
+#: "all" for all tokens.
 TrainOn = Literal["assistant", "last", "answers", "all"]
 
 
@@ -89,9 +90,9 @@ class LabelledChat:
             reasoning.
         loss_mask: True for each id that is a label.
         text_bytes: size of the text of all labels in UTF-8 bytes, without special tokens.
-        torn: number of answers whose first characters are part of a token that begins in the
-            prompt.
-        lost: strings that the template omits, as (key of `LOST`, message).
+        torn: number of answers that begin in the middle of a token. The first characters of such a
+            token belong to the prompt.
+        lost: strings that the template omits. Each entry consists of a key of `LOST` and a message.
     """
 
     ids: list[int]
@@ -116,7 +117,7 @@ class _Text:
 
     Attributes:
         message: index of the message that contains the string; -1 for the tools.
-        reason: key of `LOST` that applies if the template omits the string.
+        reason: key of `LOST` for the case that the template omits the string.
         text: the string without surrounding whitespace.
         marks: the two characters that surround the string in the marked messages.
         place: (start, end) of the string in the rendered text, or None if the template omits it.
@@ -134,8 +135,8 @@ class _Marker:
     """Adds marks around the strings of a conversation.
 
     Attributes:
-        free: unused characters that are available as marks.
-        texts: the strings that have been marked so far.
+        free: characters that can still be used as marks.
+        texts: the strings to which marks have been added so far.
     """
 
     free: Iterator[str]
@@ -289,7 +290,7 @@ class ChatEncoder:
         self._variables = tokenizer.named_tokens
         self._special = tokenizer.special_tokens
         # Remove the post-processor, because it may trim whitespace from the offsets of tokens. For
-        # example, the offsets of " a" would be changed to those of "a".
+        # example, the token " a" would get the offsets of the string "a".
         state = json.loads(tokenizer.backend.to_str())
         self._plain = Tokenizer(
             tokenizers.Tokenizer.from_str(json.dumps({**state, "post_processor": None}))
@@ -313,7 +314,7 @@ class ChatEncoder:
                 in the format returned by `messages.normalize_message`.
             options: additional variables for the template, such as `tools`, as plain JSON.
             masked: indices of assistant messages that are excluded from the loss.
-            train_on: tokens to use as labels; "all" means all tokens except those in masked
+            train_on: tokens to use as labels; "all" means all tokens except the tokens of masked
                 messages.
 
         Raises:
@@ -327,8 +328,8 @@ class ChatEncoder:
         except TokenizerError:
             if self._text_arguments or not any(one.get("tool_calls") for one in plain):
                 raise
-        # Some templates, such as DeepSeek's, expect the arguments of calls as a string, which they
-        # output unchanged.
+        # Some templates, such as DeepSeek's, expect the arguments of tool calls as a string, and
+        # output this string unchanged.
         self._text_arguments = True
         try:
             return self._labelled(plain, options, masked, train_on)
@@ -361,7 +362,7 @@ class ChatEncoder:
         train_on: TrainOn,
     ) -> LabelledChat:
         fitted = fit_messages(messages, self._template, text_arguments=self._text_arguments)
-        if "tools" in options and "xml_tools" in self._template:  # The name in SmolLM3's template.
+        if "tools" in options and "xml_tools" in self._template:  # SmolLM3's name for tools.
             options = {**options, "xml_tools": options["tools"]}
         (*marked, own), pattern = protected(
             [*fitted, dict(options)], list(self._special), self._template
@@ -442,7 +443,7 @@ class ChatEncoder:
         return spans
 
     def _start(self, chat: _Rendered, first: _Text) -> _Span:
-        """Locate the start of an answer's labels in case the rendered text does not begin with the
+        """Locate the start of an answer's labels if the rendered text does not begin with the
         answer's prompt.
 
         Args:
@@ -461,8 +462,8 @@ class ChatEncoder:
         for header in filter(None, headers):
             if (at := text.rfind(header, before, start)) >= 0:
                 return _Span(index, at + len(header), 0, opened=prompt[len(header) :])
-        # Find out what the template writes between the prompt and the answer when the answer is the
-        # last message.
+        # Determine the text that the template writes between the prompt and the answer if the
+        # answer is the last message.
         with contextlib.suppress(InputError, TokenizerError):
             history = chat.messages[:index]
             whole = render(self._template, history, chat.variables, add_generation_prompt=True)
@@ -492,18 +493,18 @@ class ChatEncoder:
         return self._prompts[key]
 
     def _end(self, pattern: re.Pattern[str], text: str, start: int, whole: int) -> int:
-        """Return the end of an answer's turn. The conversation up to the answer ends at `whole` in
-        the rendered text.
+        """Return the position at which an answer's turn ends in the rendered text. `whole` is the
+        position at which the conversation up to the answer ends.
         """
         specials = [m for m in pattern.finditer(text, start, whole) if m["special"]]
         if specials and not text[specials[-1].end() : whole].strip():
             return specials[-1].end()
         if (eos := self._tokenizer.eos_token) and text.startswith(eos, whole):
-            return whole + len(eos)  # The end of a turn is only written when the next one begins.
+            return whole + len(eos)  # Turns end only where another begins.
         return whole
 
     def _end_as_alone(self, chat: _Rendered, last: _Text) -> int:
-        """Locate the end of an answer's turn in case the rendered text does not begin with the
+        """Locate the end of an answer's turn if the rendered text does not begin with the
         conversation up to the answer.
 
         Args:
@@ -599,7 +600,8 @@ def _after_thoughts(chat: _Rendered, span: _Span) -> int:
 
 def _insert_thoughts(chat: _Rendered, flags: bytearray, span: _Span, *, is_learned: bool) -> None:
     """Insert an answer's reasoning after the tag with which the generation prompt opens the
-    reasoning. Update the text and the flags of its characters.
+    reasoning. Update the rendered text and the flags that specify which of its characters are
+    labels.
     """
     tag = _OPENED.search(span.opened)
     assert tag is not None
@@ -644,8 +646,9 @@ def with_chat_template(
 
     Raises:
         InputError: the template does not exist.
-        TokenizerError: the template does not compile or writes special tokens that the tokenizer
-            lacks; or `template` is None and the tokenizer has no template.
+        TokenizerError: the template does not compile, or it writes special tokens that the
+            tokenizer does not have. Also raised if `template` is None and the tokenizer has no
+            template.
     """
     if template is None:
         if tokenizer.chat_template is None:
@@ -685,8 +688,8 @@ def with_chat_template(
 
 
 def _try_out(tokenizer: Tokenizer) -> str:
-    """Render a short conversation. Return "" if the template rejects it, because some templates
-    only support other kinds of conversations.
+    """Render a short conversation. Return "" if the template rejects it, because some templates do
+    not support every kind of conversation.
 
     Raises:
         TokenizerError: the template fails.
@@ -709,10 +712,10 @@ def turn_end_ids(tokenizer: Tokenizer) -> tuple[int, ...]:
     if tokenizer.chat_template is None:
         return ()
     question, again = {"role": "user", "content": "1"}, {"role": "user", "content": "2"}
-    for more in ([], [again]):  # Some templates only end a turn when another begins.
+    for more in ([], [again]):  # Some templates end a turn only before the next.
         try:
-            # The two answers have no characters in common, so any common ending of the two texts is
-            # the end of the turn.
+            # The two answers have no characters in common, so the common ending of the two rendered
+            # conversations is the end of the turn.
             one, other = (
                 tokenizer.encode_chat([question, {"role": "assistant", "content": text}, *more])
                 for text in ("3", "4")

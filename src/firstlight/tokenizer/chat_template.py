@@ -5,7 +5,7 @@ with downloaded models, so they are treated as untrusted programs: a template ge
 data and runs in Jinja's sandbox, where it can neither modify the data nor use it to reach Python
 objects. All templates except the built-in ones are rendered in a child process with limited time
 and memory (see `files.limits`), because nested loops, repeatedly doubled strings and recursive
-macros could otherwise use unlimited amounts of both.
+macros could otherwise use unlimited time and memory.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ CHAT_TEMPLATES = {
 
 #: Maximum number of characters in a template, and in a rendered conversation.
 _MAX_TEMPLATE_CHARS, _MAX_CHARS = 1_000_000, 10_000_000
-#: Limits of the child process: CPU time in seconds for rendering a conversation (a conversation of
-#: a million words takes 0.1 seconds), and memory in bytes.
+#: Limits of the child process: CPU time for rendering a conversation, in seconds, and memory in
+#: bytes. A conversation of a million words takes 0.1 seconds.
 _SECONDS, _MEMORY = 1.0, 200 << 20
 
 
@@ -71,9 +71,9 @@ def required_tokens(name: str) -> tuple[str, ...]:
 
 
 def find_template(name: str) -> tuple[str, tuple[str, ...]]:
-    """Read a template, specified by the name of a built-in template or the path of a file. Return
-    (template, special tokens that it is known to write). For a file, the special tokens are unknown
-    and the tuple is empty.
+    """Read a template, which is specified by the name of a built-in template or the path of a file.
+    Return the template and the special tokens that it is known to write. For a file, the special
+    tokens are unknown, so their tuple is empty.
 
     Raises:
         InputError: the name is neither a built-in template nor a file, or the file can't be read.
@@ -136,8 +136,8 @@ def render(
         template, variables, add_generation_prompt: see `render_chat`.
         messages: the messages, as returned by `plain_messages`.
         generation_marks: two strings to write before and after the content of each generation
-            block. The first one is written twice, with the number of the message in between if it
-            is known.
+            block. The first string is written twice. The number of the message is written between
+            the two copies if it is known.
 
     Raises:
         InputError, TokenizerError: see `render_chat`.
@@ -160,8 +160,8 @@ def render_with_beginnings(
         template: the template, in Jinja.
         messages: the messages, as returned by `plain_messages`.
         variables: additional variables for the template.
-        beginnings: the beginnings of the conversation, as pairs (number of messages, True to add
-            the beginning of the assistant's next turn).
+        beginnings: the beginnings of the conversation. Each of them is a pair of the number of
+            messages and a flag, which is True to add the beginning of the assistant's next turn.
         probe: different messages and variables to render in the same call.
 
     Returns:
@@ -197,7 +197,7 @@ _CHILD = _Child()
 
 def _within_limits(request: dict[str, Any], renderings: int) -> Any:
     """Return the result of `_rendered` for a request. Built-in templates are rendered in this
-    process, all others in the child process.
+    process, and all other templates in the child process.
 
     Args:
         request: see `_rendered`.
@@ -264,7 +264,7 @@ _NOT_CONTINUED = (
     "continue_final_message needs a last message with a text that the chat template writes "
     "unchanged: remove continue_final_message, or end with such a message"
 )
-#: Tag that is added to the content of the message that is to be continued. The rendered text is
+#: Tag that is added at the end of the message that the model will continue. The rendered text is
 #: truncated at this tag. As in transformers, the tag ends with a space, to detect whether the
 #: template strips the content.
 _END_TAG = "\uf8ffend of the message\uf8ff "
@@ -301,7 +301,8 @@ def flagged_pieces(
 
     Args:
         text: text rendered from marked messages (see `protected`).
-        flags: one byte per character of `text`, with any meaning.
+        flags: one byte per character of `text`. The bytes can have any meaning and are only passed
+            on.
         pattern: the pattern returned by `protected`.
 
     Yields:
@@ -378,8 +379,8 @@ def free_characters(messages: Sequence[Mapping[str, Any]], template: str) -> Ite
 def protected(
     messages: list[dict[str, Any]], tokens: Sequence[str], template: str
 ) -> tuple[list[dict[str, Any]], re.Pattern[str]]:
-    """Mark the names of special tokens that occur in messages as plain text. Each name is
-    surrounded by two marks, each a single character.
+    """Mark the names of special tokens that occur in messages as plain text. A mark, which is a
+    single character, is inserted before and after each name.
 
     Args:
         messages: the messages, as returned by `plain_messages`.
@@ -394,8 +395,8 @@ def protected(
     """
     free = free_characters(messages, template)
     before, after = next(free), next(free)
-    # Longer tokens come first, because the first matching alternative wins. Without tokens, "(?!)"
-    # matches nothing.
+    # Longer tokens come first, because a regular expression uses the first alternative that
+    # matches. If there are no tokens, the pattern is "(?!)", which never matches.
     names = "|".join(re.escape(token) for token in sorted(tokens, key=len, reverse=True)) or "(?!)"
     special = re.compile(names)
 
@@ -472,7 +473,7 @@ def _text(
             f"the chat template performs a forbidden operation: {problem}"
         ) from error
     except MemoryError:
-        raise  # Handled by the child process.
+        raise  # The child process handles this error.
     except Exception as error:
         reason = _one_line(f"{type(error).__name__}: {error}")
         raise TokenizerError(f"the chat template fails on these messages: {reason}") from error

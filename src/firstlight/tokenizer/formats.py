@@ -39,8 +39,8 @@ from firstlight.tokenizer.parts import (
 
 END_OF_TEXT = "<|endoftext|>"
 
-#: Split pattern of GPT-2 (openai/gpt-2 `encoder.py`): contractions; words, numbers and punctuation,
-#: each with the space before it; runs of whitespace.
+#: Split pattern of GPT-2 (openai/gpt-2 `encoder.py`). It matches contractions and runs of
+#: whitespace. It also matches words, numbers and punctuation together with the space before them.
 GPT2_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 
 #: Split pattern of Llama 3 (meta-llama/llama3 `llama/tokenizer.py`).
@@ -72,14 +72,14 @@ _LLAMA3_SPECIAL_TOKENS = (
 #: Size of tiktoken's r50k_base, which is GPT-2's vocabulary.
 _NUM_GPT2_RANKS = 50_256
 #: Limits of the child process in which an unknown tokenizer.json is tested: CPU time in seconds and
-#: memory in bytes, each with a part that is proportional to the file size. For example, XLM-R's
-#: file (9 MB, with 250,000 tokens that are stored as a tree) takes 32 bytes of memory per byte of
-#: the file.
+#: memory in bytes. Each limit consists of a constant and a part that is proportional to the file
+#: size. For example, XLM-R's file (9 MB, with 250,000 tokens that are stored as a tree) takes 32
+#: bytes of memory per byte of the file.
 _TRIAL_SECONDS, _BYTES_PER_SECOND = 1.0, 4_000_000
 _TRIAL_MEMORY, _MEMORY_PER_BYTE = 48 << 20, 40
-#: Maximum number of tokens or characters that a tokenizer can produce for one character (some
-#: tokenizers replace a newline with "<|newline|>"), and maximum number that it can add before and
-#: after a string.
+#: Limits on the output of a tokenizer, in tokens or characters. `_MOST_GROWTH` is the maximum
+#: number for one input character, because some tokenizers replace a newline with "<|newline|>".
+#: `_MOST_PREPENDED` is the maximum number that a tokenizer can add before and after a string.
 _MOST_GROWTH, _MOST_PREPENDED = 16, 1000
 #: Maximum accepted token id. It is larger than the ids in any real vocabulary.
 _HIGHEST_ID = 1 << 26
@@ -104,17 +104,18 @@ PICKLED_TOKENIZER = (
     "and pass the folder tok with --tokenizer"
 )
 
-#: GPT-2's vocabulary file has two common names; for each, the name of the corresponding merges
-#: file.
+#: Mapping from the two common names of GPT-2's vocabulary file to the names of the corresponding
+#: merges files.
 _MERGES_NAMES = {"vocab.json": "merges.txt", "encoder.json": "vocab.bpe"}
 
 
 def find_tokenizer_file(folder: Path) -> Path:
-    """Return the tokenizer file in a folder. If there is no file with a standard name, return the
-    only file with a tokenizer suffix.
+    """Return the tokenizer file in a folder. If no file has a standard name, return the file with a
+    tokenizer suffix, provided that there is only one such file.
 
     Raises:
-        TokenizerError: the folder contains no tokenizer or several, or can't be read.
+        TokenizerError: the folder contains no tokenizer file or several of them, or it can't be
+            read.
     """
     try:
         files = {path.name: path for path in sorted(folder.iterdir()) if path.is_file()}
@@ -144,8 +145,8 @@ def read_tokenizer_file(path: Path) -> TokenizerParts:
     sentencepiece model.
 
     Raises:
-        TokenizerError: the file has an unknown format, is damaged, or uses features that would
-            result in different ids than in the original library.
+        TokenizerError: the file has an unknown format, is damaged, or uses features for which the
+            token ids would differ from those of the original library.
     """
     if path.name == _PICKLED_NAME:
         raise TokenizerError(f"{path} can't be read: {PICKLED_TOKENIZER}")
@@ -243,8 +244,8 @@ def _other_of_pair(path: Path, names: dict[str, str]) -> Path | None:
 
     Args:
         path: one file of the pair.
-        names: mapping from the name of one file of the pair to the name of the other. The entry for
-            `path` is tried first.
+        names: mapping from the name of one file of a pair to the name of the other file. The entry
+            for `path` is tried first.
     """
     for name in dict.fromkeys([names.get(path.name, ""), *names.values()]):
         if name and path.with_name(name).is_file():
@@ -265,13 +266,13 @@ def _looks_like_tiktoken(content: bytes) -> bool:
 
 
 def _from_tiktoken_ranks(path: Path, content: bytes) -> TokenizerParts:
-    """Read a tiktoken rank file: GPT-2's, or one with the split pattern and special tokens of Llama
+    """Read a tiktoken rank file of GPT-2, or one for the split pattern and special tokens of Llama
     3.
 
     The file contains neither the split pattern nor the special tokens, so known vocabularies are
     recognised by their number of ranks. tiktoken repeatedly joins the adjacent pair of tokens whose
-    joined bytes have the lowest rank. BPE merges result in the same ids if they contain every
-    possible way to split a token into two other tokens, ordered by the rank of the token.
+    joined bytes have the lowest rank. BPE merges produce the same ids if they contain all possible
+    ways to split each token into two other tokens, ordered by the rank of the token that is split.
     """
     require_few_tokens(path, content.count(b"\n"))
     ranks: dict[bytes, int] = {}
@@ -301,7 +302,8 @@ def _from_tiktoken_ranks(path: Path, content: bytes) -> TokenizerParts:
         halves.sort(key=lambda pair: (ranks[pair[0]], ranks[pair[1]]))
         merges += [(text[a], text[b]) for a, b in halves]
     vocabulary = {text[token]: rank for token, rank in ranks.items()}
-    # Set `ignore_merges`, because tiktoken first looks up the entire pre-token in the vocabulary.
+    # Set `ignore_merges`, because tiktoken looks up the entire pre-token in the vocabulary before
+    # it applies merges.
     backend = tokenizers.Tokenizer(models.BPE(vocab=vocabulary, merges=merges, ignore_merges=True))
     backend.decoder = decoders.ByteLevel()
     if len(ranks) == _NUM_GPT2_RANKS:
@@ -327,8 +329,8 @@ def byte_characters() -> list[str]:
 # sentencepiece
 #
 # Only a few fields of a sentencepiece model are needed (google/sentencepiece
-# `sentencepiece_model.proto`). They are read from protobuf's wire format by field number, without
-# the protobuf package.
+# `sentencepiece_model.proto`). These fields are read from protobuf's wire format by field number,
+# without the protobuf package.
 
 #: Maximum number of fields in a model and in a piece. A model has one field per piece (the largest
 #: models have 262,144 pieces), and a piece has three fields.
@@ -357,8 +359,8 @@ def _sentencepiece_pieces(content: bytes) -> Iterator[tuple[str, float, int]]:
 
 
 def _unsupported_features(content: bytes) -> list[str]:
-    """Return the features of a `ModelProto` that are not supported, because they would result in
-    different ids than in sentencepiece.
+    """Return the features of a `ModelProto` that are not supported, because the token ids would
+    differ from those of sentencepiece.
 
     Field 2 of the message is the trainer's specification. Its field 3 is the model type (1 =
     unigram, 2 = BPE), and its field 24 treats whitespace as a suffix of words. Field 3 of the
@@ -435,8 +437,8 @@ def _from_sentencepiece(path: Path, content: bytes) -> TokenizerParts:
         content: content of the file.
 
     Raises:
-        TokenizerError: the file is not such a model, or has a feature that would result in
-            different ids.
+        TokenizerError: the file is not such a model, or it has a feature for which the token ids
+            would differ from those of sentencepiece.
     """
     try:
         pieces = list(_sentencepiece_pieces(content))
@@ -481,7 +483,7 @@ def sentencepiece_backend(
 
     Args:
         pieces: (text, score, type) of each piece; see `_sentencepiece_pieces`.
-        vocabulary: ids of the pieces, keyed by text.
+        vocabulary: mapping from the text of each piece to its id.
         unknown: text of the unknown token, or None if there is none.
         space_prefix: True to add a space before the text that is encoded.
         leftmost: True to merge the leftmost pair first if several pieces have the same score, as
@@ -494,7 +496,7 @@ def sentencepiece_backend(
         # Longer left parts come first, so that runs of spaces are merged from left to right.
         return (-score, -len(left), *ids) if leftmost else (-score, *ids)
 
-    # List every way to split a normal piece into two pieces, in descending order of score.
+    # List all ways to split a normal piece into two pieces, in descending order of score.
     merges = [
         (score, piece[:i], piece[i:])
         for piece, score, kind in pieces
@@ -525,8 +527,8 @@ def sentencepiece_backend(
 
 
 def _require_usable(path: Path, content: bytes, state: dict[str, Any]) -> None:
-    """Reject a tokenizer.json that takes too much memory or time, fails on short strings, or is not
-    deterministic.
+    """Reject a tokenizer.json if it takes too much memory or time, fails on short strings, or is
+    not deterministic.
 
     A tokenizer.json is a small program, with steps that rewrite text, patterns that split it and
     templates that add tokens around it. The library runs this program without limits. Unless all of
@@ -584,9 +586,9 @@ def may_panic(backend: tokenizers.Tokenizer) -> bool:
 
 
 def _is_known(state: dict[str, Any]) -> bool:
-    """Return True for a byte-level BPE tokenizer whose steps only take time and memory in
-    proportion to the length of the text. The tokenizers of firstlight, GPT-2, Llama 3 and Qwen are
-    examples.
+    """Return True for a byte-level BPE tokenizer if the time and memory of all its steps are
+    proportional to the length of the text. This is the case for the tokenizers of firstlight,
+    GPT-2, Llama 3 and Qwen.
     """
     splits = [byte_level_split(pattern) for pattern in SPLIT_PATTERNS.values()]
     splits.append(pre_tokenizers.ByteLevel(add_prefix_space=False))
@@ -656,8 +658,8 @@ def _try_out(request: tuple[str, str]) -> None:
             except MemoryError:
                 raise
             except Exception:  # noqa: BLE001 - the library raises plain exceptions
-                # For example, there is no token for a word. Such an error is reported later, when
-                # text with such a word is encoded.
+                # This happens, for example, if there is no token for a word. Such an error is
+                # reported later, when text that contains the word is encoded.
                 continue
         longest = max(len(encoding.ids), len(decoded), len(normal))
         if longest > _MOST_GROWTH * len(text) + _MOST_PREPENDED:
@@ -683,9 +685,9 @@ def _strings(value: Any) -> Iterator[str]:
 
 
 def _trial_texts() -> Iterator[str]:
-    """Yield repetitions of short strings, in increasing lengths. Each is yielded once unchanged and
-    once with an ending that prevents a match. Also yield repetitions of single characters, for
-    steps that search for a character.
+    """Yield repetitions of short strings, in increasing lengths. Each repetition is yielded once
+    unchanged and once with an ending that prevents a match. Also yield repetitions of single
+    characters, for steps that search for a character.
     """
     for length in (*range(8, 42, 2), 300, 2000):
         for run in ("a", "A", "1", " ", "\n", "!", "ab", "a ", "1a", "é"):
@@ -734,8 +736,8 @@ _PIECE_CHARACTERS = 1 << 18
 #: Number of characters after the end of a piece that are searched for a boundary.
 _BOUNDARY_CHARACTERS = 1 << 18
 
-#: Pattern for a boundary between pieces: before a space that follows a character other than
-#: whitespace, or before a newline or ASCII punctuation that follows a letter or digit.
+#: Pattern for a boundary between pieces. The boundary is before a space that follows a character
+#: other than whitespace, or before a newline or ASCII punctuation that follows a letter or digit.
 _BOUNDARY = re.compile(r"(?<=\S) |(?<=[^\W_])[\n!-/:-@\[-`{-~]")
 
 

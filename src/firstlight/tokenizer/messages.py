@@ -10,8 +10,8 @@ documentation:
     results         {"role": "tool", "tool_call_id", "content": text}
     reasoning       `reasoning_content` next to `content`
 
-`fit_messages` handles details in which templates differ: the key for the reasoning, answers without
-text, and the format of ids.
+Chat templates differ in some details, which `fit_messages` handles: the key for the reasoning,
+answers without text, and the format of ids.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-#: Keys for the tools in a record, and for the tool calls in a message.
+#: Keys that contain the tools of a record, and keys that contain the tool calls of a message.
 TOOLS = ("tools", "functions")
 CALLS = ("tool_calls", "function_calls", "function_call")
-#: Names of the keys of a tool and of a call in other datasets.
+#: Names that some datasets use for the keys of a tool and of a tool call.
 _TOOL_KEYS = {"input_schema": "parameters", "schema": "parameters"}
 _ARGUMENTS = ("arguments", "parameters", "input")
 #: Lower-case names of the roles whose messages contain a tool call, and of the roles whose messages
@@ -36,7 +36,8 @@ RESULT_ROLES = (
 ).split()
 #: Keys for the reasoning in an assistant's message.
 THOUGHTS = ("reasoning_content", "thinking", "reasoning", "thought", "thoughts")
-#: Descriptions of what a chat template may omit, keyed by the reason for rejecting the record.
+#: Descriptions of the text that a chat template may omit, keyed by the reason for which the record
+#: is rejected.
 LOST = {
     "lost_system": "a system message",
     "lost_tools": "tools",
@@ -59,7 +60,7 @@ def template_options(
     Args:
         fields: fields of the record.
         messages: messages of the record. In Hermes records, the text of the system message already
-            contains all tools, so the field is ignored.
+            contains all tools, so the field with the tools is ignored.
 
     Raises:
         ValueError: the tools are not a list of named functions; the message names the key.
@@ -98,8 +99,8 @@ def normalize_tools(value: Any, key: str = "tools") -> list[dict[str, Any]]:
 
 
 def _functions(value: Any, problem: str) -> Iterator[tuple[Mapping[str, Any], Mapping[str, Any]]]:
-    """Yield (entry, function) for each entry of a list of tools or calls. The value may also be a
-    single entry.
+    """Yield (entry, function) for each entry of a list of tools or tool calls. The value may also
+    be a single entry.
 
     Raises:
         ValueError: an entry has no name; the error message is `problem`.
@@ -225,8 +226,8 @@ def fit_messages(
 
 
 def _shorten_ids(messages: list[dict[str, Any]]) -> None:
-    """Replace the ids of calls, and the same ids in their results, with ids of nine letters and
-    digits. Ids that already have this form are kept.
+    """Replace the ids of tool calls with ids of nine letters and digits, and do the same in the
+    results of these calls. Ids that already have this form are kept.
     """
     ids: dict[str, str] = {}
     waiting: list[str] = []

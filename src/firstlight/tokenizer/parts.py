@@ -1,5 +1,5 @@
 """Tools for the parts of a tokenizer: files, configuration, chat template, special tokens and the
-steps of the backend. Also handles errors of the `tokenizers` library.
+steps of the backend. This module also handles errors of the `tokenizers` library.
 
 The library is written in Rust and may panic on unexpected input. A panic writes a long message to
 stderr and raises a PanicException, which is not a subclass of Exception.
@@ -45,8 +45,8 @@ _PAD_TOKENS = (
     "<|endoftext|>",
 )
 
-#: Name of the threads started by `in_thread`, and maximum time in seconds to wait for them when the
-#: process exits.
+#: Name of the threads that `in_thread` starts, and maximum time to wait for these threads when the
+#: process exits, in seconds.
 _THREAD, _LONGEST_WAIT = "tokenizers", 2.0
 
 #: Maximum size of a chat template file in bytes.
@@ -90,7 +90,7 @@ def read_tokenizer(path: Path) -> bytes:
 
 
 def require_few_tokens(path: Path, count: int) -> None:
-    """Reject a vocabulary that is larger than that of any model.
+    """Reject a vocabulary that is larger than the vocabularies of all known models.
 
     Args:
         path: the tokenizer's file, for the message.
@@ -203,8 +203,8 @@ def natural_pad_token(
 
 
 def token_text(token: Any) -> str | None:
-    """Return the text of a token in a config, where it is stored as a string or as an object with
-    `content`.
+    """Return the text of a token in a config. The config contains the token either as a string or
+    as an object with the key `content`.
     """
     if isinstance(token, dict):
         token = token.get("content")
@@ -301,7 +301,7 @@ def library_errors(problem: str, *, muted: bool = False) -> Iterator[None]:
 
     Args:
         problem: beginning of the message.
-        muted: True to suppress what the library writes to stderr when it panics.
+        muted: True to suppress the output that the library writes to stderr when it panics.
     """
     try:
         with _muted_library() if muted else contextlib.nullcontext():
@@ -317,10 +317,10 @@ def library_errors(problem: str, *, muted: bool = False) -> Iterator[None]:
 
 
 def in_thread(call: Callable[[], T]) -> Future[T]:
-    """Run a long library call in another thread, and return a future for its result.
+    """Run a long library call in a separate thread, and return a future for its result.
 
-    Python runs signal handlers in the main thread, but not before the current library call in that
-    thread returns. If the main thread only waits for another thread, signals are handled
+    Python runs signal handlers in the main thread, but only after the current library call in the
+    main thread returns. If the main thread only waits for another thread, signals are handled
     immediately. If a handler raises an exception, the call continues in the other thread, and its
     result is dropped.
     """
@@ -356,7 +356,7 @@ def _wait_for_threads() -> None:
 
 
 def _remedy(reason: str) -> str:
-    """Return advice for the message about an error of the library."""
+    """Return advice to add to the message about an error of the library."""
     if re.search(r"[Mm]issing .* token from the vocabulary", reason):
         return "add the token that its unk_token names to the vocabulary in tokenizer.json"
     return "fix its tokenizer.json, or use another tokenizer"

@@ -55,7 +55,8 @@ class Tokenizer:
         bos_token: beginning-of-text token, or None.
         eos_token: end-of-document token, or None.
         add_bos: True to start documents and prompts with `bos_token`.
-        config: other entries of `tokenizer_config.json` (chat template, ...), kept unchanged.
+        config: other entries of `tokenizer_config.json`, such as the chat template, which are kept
+            unchanged.
     """
 
     def __init__(
@@ -127,11 +128,11 @@ class Tokenizer:
 
     @property
     def separator_id(self) -> int:
-        """Id of the token that separates documents and precedes their text: bos, or eos if there is
-        no bos.
+        """Id of the token that separates documents and precedes their text. This is the bos token
+        or, if there is none, the eos token.
 
         Raises:
-            TokenizerError: the tokenizer has neither of them.
+            TokenizerError: the tokenizer has neither a bos nor an eos token.
         """
         token_id = self.bos_token_id if self.bos_token_id is not None else self.eos_token_id
         if token_id is None:
@@ -155,7 +156,7 @@ class Tokenizer:
 
     def extends(self, other: Tokenizer) -> bool:
         """Return True if this tokenizer is `other` with additional special tokens, whose ids begin
-        at `other.vocab_size`. In this case, both tokenizers encode all text to the same ids.
+        at `other.vocab_size`. In this case, both tokenizers encode any text to the same ids.
         """
         state, before = self._state(), other._state()
         if any(state.get(key) != before.get(key) for key in _DECIDING):
@@ -246,16 +247,17 @@ class Tokenizer:
 
     @functools.cached_property
     def _parsing_backend(self) -> tokenizers.Tokenizer:
-        """A second backend that recognises special tokens in text. It is a separate object, because
-        switching the mode of `backend` would affect other threads.
+        """A second backend, which recognises special tokens in text. It is a separate object,
+        because a change to the mode of `backend` would affect other threads.
         """
         return tokenizers.Tokenizer.from_str(self.backend.to_str())
 
     def encode_prompt(self, text: str) -> list[int]:
-        """Encode a prompt for a model to continue: bos if `add_bos` is set, then the ids of the
-        text.
+        """Encode a prompt for a model to continue. The result contains the bos token if `add_bos`
+        is set, followed by the ids of the text.
 
-        For an empty string, the result is `separator_id`, which preceded each document in training.
+        For an empty string, the result is `separator_id`, because this token preceded each document
+        in training.
         """
         ids = self.encode(text)
         if self.add_bos or not ids:
@@ -267,8 +269,8 @@ class Tokenizer:
 
         Args:
             ids: token ids. Ids beyond the vocabulary are decoded to an empty string.
-            skip_special_tokens: True to omit special tokens. False to include their names, which
-                can be converted back to the same ids by `encode` with `special_tokens`.
+            skip_special_tokens: True to omit special tokens from the text. False to include their
+                names. `encode` with `special_tokens` converts the names back to the same ids.
 
         Raises:
             TokenizerError: the tokenizer's decoder fails on the ids.
@@ -430,8 +432,8 @@ class TextStream:
             self._shrink()
 
     def push(self, token_id: int) -> str:
-        """Add one id. Return the new text that can no longer change with later ids, often a word or
-        "".
+        """Add one id. Return the new text that later ids can't change. This is often a word or an
+        empty string.
         """
         if token_id in self._shown:
             return self.finish() + self._shown[token_id]
@@ -457,8 +459,8 @@ class TextStream:
 
     def _shrink(self) -> None:
         """Drop all ids before the last token that is not a byte token. This token is kept because
-        some decoders strip the first space of the decoded text, and would otherwise strip a space
-        in the middle of the text.
+        some decoders strip the first space of the decoded text. Without it, they would strip a
+        space in the middle of the text.
         """
         start = max(len(self._ids) - 1, 0)
         while start > 0 and self._ids[start] in self._tokenizer.byte_token_ids:

@@ -1,1 +1,3 @@
-"""Training: setup, optimizer steps, training loop, evaluations, checkpoints, logs and trackers."""
+"""Train models. This package sets up a run and contains the training loop, optimizer steps,
+evaluations, checkpoints, logs and experiment trackers.
+"""

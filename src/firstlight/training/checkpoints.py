@@ -42,7 +42,7 @@ class RunCheckpoints:
     waits on exit until all checkpoints are on disk.
 
     Args:
-        run: the run, inside `open_run`.
+        run: the run, which must be opened by `open_run`.
     """
 
     def __init__(self, run: Run) -> None:
@@ -56,7 +56,7 @@ class RunCheckpoints:
         else:
             self.saver = Saver()
         self.saver.saved_step = run.saved_step
-        #: Value of `run.times.elapsed` at the end of the last save.
+        #: Value that `run.times.elapsed` had at the end of the last save.
         self._saved_at = 0.0
 
     def __enter__(self) -> RunCheckpoints:
@@ -71,8 +71,8 @@ class RunCheckpoints:
             self.saver.close()
 
     def require_written(self) -> None:
-        """Raise a pending error of the background writer, and record the duration of its last
-        write. Each error is raised only once.
+        """Raise the error with which the background writer failed, if there is one, and record how
+        long the last write took. Each error is raised only once.
 
         Raises:
             CheckpointError, StorageError: the checkpoint could not be written.
@@ -82,7 +82,8 @@ class RunCheckpoints:
 
     @property
     def are_due(self) -> bool:
-        """True if a checkpoint is due, or is requested by a `save-now` file in the run folder.
+        """True if a checkpoint must be saved now, either because it is due or because a `save-now`
+        file in the run folder requests it.
 
         A checkpoint is due every `checkpoint.every_steps` steps, but not before the first step. In
         a run with a time budget, a checkpoint is also due `Run.save_interval` seconds after the
@@ -99,7 +100,9 @@ class RunCheckpoints:
 
     @property
     def is_regular(self) -> bool:
-        """True if the save interval, in steps or in seconds, has elapsed at the current step."""
+        """True if the interval between two saves has elapsed at the current step. The interval is
+        given in steps and, for a run with a time budget, also in seconds.
+        """
         run = self.run
         return run.state.step > 0 and (
             run.is_due(run.recipe.checkpoint.every_steps) or self._is_late
@@ -110,11 +113,11 @@ class RunCheckpoints:
         run = self.run
         if run.budget is None or not run.recipe.checkpoint.every_steps:
             return False
-        # Only the main process reads the clock. Otherwise the checkpoint might be due one step
-        # earlier or later in other processes.
+        # Only the main process reads the clock. If every process read its own clock, the processes
+        # could disagree on the step at which the checkpoint is saved.
         waited = on_main(run.engine, lambda: run.times.elapsed - self._saved_at)
-        # Compare with the shortest possible interval first, because adding up the size of a
-        # checkpoint takes time.
+        # Compare the elapsed time with the shortest possible interval first. Computing the actual
+        # interval requires the size of a checkpoint, which takes time to add up.
         if waited < save_interval(run.budget.seconds, 0.0):
             return False
         return on_main(run.engine, lambda: waited >= (run.save_interval or math.inf))
@@ -127,8 +130,8 @@ class RunCheckpoints:
         return on_main(self.run.engine, (self.run.folder / SAVE_NOW_NAME).is_file)
 
     def save(self) -> None:
-        """Save a checkpoint of the current state. The saver then deletes the checkpoints that do
-        not need to be kept.
+        """Save a checkpoint of the current state. The saver then deletes older checkpoints that the
+        recipe does not require to be kept.
 
         Raises:
             CheckpointError, StorageError: this checkpoint or the previous one could not be written.
@@ -139,8 +142,8 @@ class RunCheckpoints:
 
     def _save(self) -> None:
         run, asked = self.run, self.is_asked
-        # Write the logs to disk first, because resuming requires their lines up to the checkpoint's
-        # step.
+        # Write the logs to disk first. A run can only be resumed if the logs contain all lines up
+        # to the checkpoint's step.
         run.logs.sync()
         run.save_stall_seconds = self.saver.save(run.state.step, lambda: captured(run))
         run.saved_step, run.unsaved = run.state.step, False
@@ -151,8 +154,8 @@ class RunCheckpoints:
             wait_for_main(run.engine, lambda: remove_file(run.folder / SAVE_NOW_NAME))
 
     def finish(self) -> None:
-        """Save unsaved steps, wait until they are on disk, and close the saver, which frees its
-        memory.
+        """Save a checkpoint if there are unsaved steps, wait until it is on disk, and close the
+        saver to free its memory.
 
         Raises:
             CheckpointError, StorageError: the checkpoint could not be written.
@@ -166,11 +169,11 @@ class RunCheckpoints:
 
     def go_back(self, error: DivergedError) -> None:
         """Roll the run back to the weights, moments, random states and step of an earlier
-        checkpoint. Training continues from that step with the next unread data, and does not repeat
-        the data of the dropped steps.
+        checkpoint. Training continues from that step with data that has not been read yet, so the
+        data of the dropped steps is not repeated.
 
         Args:
-            error: the divergence.
+            error: the error that reports the divergence.
 
         Raises:
             DivergedError: `guard.on_divergence` is "stop", `max_rollbacks` is reached, or there is
@@ -186,10 +189,10 @@ class RunCheckpoints:
         run.require_folder()
         run.take_up(load_checkpoint(folder, verify=False))
         self.saver.saved_step = run.saved_step
-        # Reset the guard's count of skipped steps. With the count from the checkpoint, the next
-        # attempt could fail at its first bad step.
+        # Reset the number of consecutive skipped steps. If the number from the checkpoint were
+        # kept, the next attempt could fail at its first bad step.
         run.guard.skipped_in_a_row = 0
-        # Keep the data position, the micro-batch size that fits, and the events.
+        # Keep the current data position, the micro-batch size that fits in memory, and the events.
         run.state.rows_seen = run.rows_read
         run.state.micro_batch_rows, run.state.events = failed.micro_batch_rows, failed.events
         # Discard the sample texts and statistics of the dropped steps.
@@ -203,13 +206,15 @@ class RunCheckpoints:
         """Return the folder of the checkpoint to roll back to.
 
         Raises:
-            DivergedError: see `go_back`; the message begins with `problem`.
+            DivergedError: the run can't be rolled back; see `go_back`. The message begins with
+                `problem`.
         """
         run = self.run
         targets = [e["to_step"] for e in run.state.events if e["event"] == "rollback"]
         before, every = run.state.step, run.recipe.checkpoint.every_steps
         if targets and before - targets[-1] == run.guard.skipped_in_a_row:
-            before = targets[-1]  # No step succeeded after that rollback.
+            # No step has succeeded since the previous rollback, so try an earlier checkpoint.
+            before = targets[-1]
         if run.recipe.guard.on_divergence == "stop":
             raise DivergedError(problem)
         if len(targets) >= run.recipe.guard.max_rollbacks:
@@ -246,9 +251,11 @@ def captured(run: Run) -> Checkpoint:
     if run.base is not None:
         assert recipe.lora is not None
         files |= adapter_files(model, recipe.lora, run.base.name)
-        # With a config.json in the folder, transformers would look for the weights of a full model.
+        # Omit config.json from the folder of an adapter. If it were present, transformers would
+        # look for the weights of a full model.
         del files[CONFIG_NAME]
-    # The loader's count is not used, because it includes batches that were read but not trained on.
+    # Do not use the data loader's count, because it includes batches that were read but have not
+    # been used for training.
     rows_seen = run.state.rows_seen
     return Checkpoint(
         files=files,
@@ -277,7 +284,7 @@ def captured(run: Run) -> Checkpoint:
     )
 
 
-#: Name of the folder inside a run folder that contains the averaged weights as a Hugging Face
+#: Name of the subfolder of a run folder in which the averaged weights are stored as a Hugging Face
 #: model.
 AVERAGED_NAME = "averaged"
 _EVALUATION_NAME = "averaged.json"
@@ -289,8 +296,9 @@ def write_average(run: Run) -> None:
     averaged weights, which are evaluated and written to the run folder.
 
     The average is computed from the checkpoints on disk after the last step, so it does not take
-    any memory during training. Checkpoints saved between two regular checkpoints because of a stop
-    or a request are ignored, so that a resumed run has the same average as an uninterrupted one.
+    any memory during training. Only checkpoints that were saved at regular intervals are averaged.
+    Checkpoints saved because the run was stopped or the user requested one are ignored, so that a
+    resumed run has the same average as an uninterrupted one.
 
     Raises:
         CheckpointError: a checkpoint is damaged.
@@ -328,8 +336,9 @@ def write_average(run: Run) -> None:
 
 
 def mean_weights(checkpoints: Sequence[Saved]) -> dict[str, Tensor]:
-    """Return the mean of each tensor over several checkpoints, in the tensor's shape and in fp32,
-    summed in fp64. Tensors are read in parts, so only the means are held in memory.
+    """Return the mean of each tensor over several checkpoints. The means have the shapes of the
+    tensors and are fp32, but the sums are computed in fp64. Tensors are read in parts, so only the
+    means are held in memory.
 
     Raises:
         CheckpointError: a checkpoint is damaged.

@@ -1,5 +1,6 @@
-"""Cooldowns, which are runs that branch off from a checkpoint of another run (the trunk) and decay
-the learning rate from there. The trunk's learning rate must be constant at the checkpoint's step.
+"""Support for cooldowns. A cooldown is a run that branches off from a checkpoint of another run,
+called the trunk, and decays the learning rate from there. The trunk's learning rate must be
+constant at the checkpoint's step.
 
 Several cooldowns from one trunk yield the losses of runs of different lengths without training each
 of these runs from the start (Hu et al. 2024; Haegele et al. 2024).
@@ -124,7 +125,9 @@ def _stable_schedule(folder: Path, state: Mapping[str, Any]) -> Schedule:
 
 
 def _cooldown_folder(checkpoint: Path, step: int) -> Path:
-    """Return the run folder of a cooldown: TRUNK-cooldown-STEP next to the trunk's run folder."""
+    """Return the run folder of a cooldown. It is next to the trunk's run folder and has the name
+    TRUNK-cooldown-STEP.
+    """
     is_in_run = checkpoint.parent.name == CHECKPOINTS
     trunk = checkpoint.parent.parent if is_in_run else checkpoint
     trunk = trunk if trunk.name not in ("", "..") else trunk.resolve()

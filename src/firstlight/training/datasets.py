@@ -1,5 +1,5 @@
-"""Open the data of a run: a prepared corpus in a folder or at a URL, a mix of several corpora, or
-files of conversations.
+"""Open the data of a run. The data can be a prepared corpus in a folder or at a URL, a mix of
+several corpora, or files of conversations.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ def open_splits(
     progress: bool = False,
     reports_missing: bool = True,
 ) -> tuple[Corpus, Corpus | None]:
-    """Open the splits of a recipe's `data` section. Return (training split, validation split or
-    None).
+    """Open the splits of a recipe's `data` section. Return the training split and the validation
+    split. The validation split is None if there is none.
 
     Args:
-        data: the recipe's section.
+        data: the recipe's `data` section.
         tell: called with each message to the user.
-        tokenizer: function that returns the folder of the tokenizer for `files`, called if the
-            section does not name a tokenizer; None if the run does not start from a model with a
-            tokenizer.
+        tokenizer: function that returns the folder of the tokenizer for the conversations in
+            `data.files`. It is called if the section does not name a tokenizer. None if the run
+            does not start from a model with a tokenizer.
         progress: True to show a progress bar while data is downloaded or prepared.
-        reports_missing: True to report the corpora without a validation split.
+        reports_missing: True to tell the user which corpora do not have a validation split.
 
     Raises:
         DataError: a corpus is missing or damaged, or does not match the other corpora.
@@ -90,7 +90,7 @@ def _report_missing(
     held_out: Sequence[TokenDataset | None],
     tell: Callable[[str], None],
 ) -> None:
-    """Report the corpora without a validation split."""
+    """Tell the user which corpora do not have a validation split."""
     without = [str(one.folder) for one, val in zip(train, held_out, strict=True) if val is None]
     if len(without) == len(train):
         have = "has" if len(without) == 1 else "have"
@@ -108,7 +108,7 @@ def _prepared(
     *,
     progress: bool,
 ) -> Path:
-    """Return the cache folder with the prepared conversations of `files`."""
+    """Return the cache folder that contains the prepared conversations of `data.files`."""
     if data.tokenizer:
         place = Path(data.tokenizer).expanduser()
     elif tokenizer is not None:
@@ -147,7 +147,7 @@ def _require_kind(kind: str, splits: Sequence[TokenDataset]) -> None:
 
 
 def _locations(data: DataConfig) -> Iterator[tuple[str, str]]:
-    """Yield (name, folder or URL) of each corpus."""
+    """Yield the name and the folder or URL of each corpus."""
     for entry in data.mix or ():
         yield entry.label, entry.dir
     if data.dir is not None:
@@ -155,11 +155,11 @@ def _locations(data: DataConfig) -> Iterator[tuple[str, str]]:
 
 
 def data_identity(recipe: ResolvedRecipe, dataset: Corpus, tokenizer: Tokenizer) -> dict[str, Any]:
-    """Return the identity of a run's data as JSON values. Resuming on different data is rejected.
+    """Return JSON values that identify a run's data. A run can't be resumed on different data.
 
     For a mix, the identity includes the weights and folders of its corpora. For a remote corpus, it
-    includes the URL. It also includes the treatment of long conversations and the reference model
-    of preference pairs.
+    includes the URL. It also includes how long conversations are treated and, for preference pairs,
+    the reference model.
 
     Args:
         recipe: recipe of the run.
@@ -181,6 +181,7 @@ def data_identity(recipe: ResolvedRecipe, dataset: Corpus, tokenizer: Tokenizer)
             for name, location in _locations(data)
         }
     elif data.dir is not None and is_url(data.dir):
-        # Use the URL, because the cache folder differs between machines.
+        # Identify the data by its URL, because the path of the cache folder differs between
+        # machines.
         identity["dir"] = data.dir
     return identity | dataset.identity()

@@ -1,5 +1,6 @@
-"""Check a device by comparing a small training step and a small generation with fp64 results on the
-CPU. If they differ, compare each operation to find the faulty one.
+"""Check a device by running a small training step and generating a few tokens, and comparing the
+results with fp64 results on the CPU. If the results differ, each operation is compared in order to
+find the faulty one.
 
 Some PyTorch kernels have returned wrong numbers without raising an error, especially on Apple GPUs.
 The loss is then wrong or falls more slowly, without any indication of the cause.
@@ -36,8 +37,8 @@ from firstlight.training.guard import DivergedError
 from firstlight.training.micro_batch_trials import trial_program
 from firstlight.training.program import TrainingProgram
 
-#: Sizes of the models used for the check. The head dimension is 64, for which GPUs have fused
-#: kernels.
+#: Sizes of the models with which a device is checked. Their head dimension is 64, because GPUs have
+#: fused kernels for it.
 _SIZES: dict[str, Any] = {
     "vocab_size": 320,
     "hidden_size": 128,
@@ -51,7 +52,7 @@ _MODELS: list[dict[str, Any]] = [
 
 
 class CheckedKeys(NamedTuple):
-    """Settings of the recipe's `efficiency` section with which a device is checked.
+    """Settings from the recipe's `efficiency` section that are used when a device is checked.
 
     Attributes:
         precision: "fp32", "bf16" or "fp16".
@@ -75,7 +76,7 @@ def check_machine(tell: Callable[[str], None]) -> list[dict[str, Any]]:
     for name in names:
         try:
             hardware = find_hardware(name)
-        except ConfigError as error:  # The installed torch does not support this GPU.
+        except ConfigError as error:  # The installed version of torch does not support this GPU.
             unknown = {"device": name, "name": name, "precision": "", "attention": ""}
             results.append({**unknown, "problem": str(error)})
             continue
@@ -117,7 +118,7 @@ def check_device(hardware: Hardware, keys: CheckedKeys) -> dict[str, Any]:
     """
     problem, name = None, f"{hardware.device} ({hardware.name})"
     try:
-        if not _error(hardware, keys) <= 1:  # This is also true for NaN.
+        if not _error(hardware, keys) <= 1:  # True for NaN as well.
             wrong = _wrong_operation(hardware, keys)
             problem = f"{name} computes wrong values in {keys.precision}: {wrong}"
     except (RuntimeError, MemoryError, FirstlightError) as error:
@@ -130,7 +131,7 @@ def check_device(hardware: Hardware, keys: CheckedKeys) -> dict[str, Any]:
             )
         problem = f"{name} fails in {keys.precision}: {first_line(error)}"
     result = _result(hardware, keys, problem and f"{problem}: {_advice(hardware, keys)}")
-    # If the file can't be written, the check is repeated next time.
+    # Ignore errors. If the file can't be written, the check is repeated the next time.
     with contextlib.suppress(StorageError, *_NO_CACHE):
         if problem is None:
             write_json(_passed_file(hardware, keys), result)
@@ -140,12 +141,13 @@ def check_device(hardware: Hardware, keys: CheckedKeys) -> dict[str, Any]:
 
 
 def _result(hardware: Hardware, keys: CheckedKeys, problem: str | None) -> dict[str, Any]:
-    """Return the result described in `check_device`."""
+    """Check a device and return the result described in `check_device`."""
     device = {"device": str(hardware.device), "name": hardware.name}
     return {**device, **keys._asdict(), "problem": problem}
 
 
-#: Errors raised if the cache folder can't be read or the user has no home directory.
+#: Errors that are raised if the cache folder can't be read or the user does not have a home
+#: directory.
 _NO_CACHE = (OSError, RuntimeError)
 
 
@@ -165,15 +167,15 @@ def _passed_file(hardware: Hardware, keys: CheckedKeys) -> Path:
     driver = nvidia.read_text() if nvidia.exists() else platform.release()
     name, device = hardware.name, hardware.device
     if device.type == "cuda":
-        # One of several identical GPUs may be faulty.
+        # Include the GPU's UUID, because only one of several identical GPUs may be faulty.
         name += f" {torch.cuda.get_device_properties(device).uuid}"
     facts = "\n".join((name, driver, str(torch.__version__), *keys))
     return cache_folder() / f"device-checks/{hashlib.sha256(facts.encode()).hexdigest()}.json"
 
 
 def _wrong_operation(hardware: Hardware, keys: CheckedKeys) -> str:
-    """Return the first operation with a wrong result, and the distance of the result from the
-    correct one.
+    """Describe the first operation that returns a wrong result, including how far the result is
+    from the correct one.
     """
     comparison = _Comparison(BOUNDS[keys.precision][1])
     with contextlib.suppress(RuntimeError, FirstlightError):
@@ -186,7 +188,7 @@ def _wrong_operation(hardware: Hardware, keys: CheckedKeys) -> str:
 
 def _advice(hardware: Hardware, keys: CheckedKeys) -> str:
     """Return advice for a device that computes wrong values. If the device passes the check with a
-    different setting, the advice begins with that setting.
+    different setting, the advice recommends that setting first.
     """
     remedies = [] if hardware.device.type == "cpu" else ["run.device: cpu"]
     for key, value in (("attention", "blockwise"), ("attention", "plain"), ("precision", "fp32")):
@@ -200,12 +202,13 @@ def _advice(hardware: Hardware, keys: CheckedKeys) -> str:
 
 def _error(hardware: Hardware, keys: CheckedKeys, watching: _Comparison | None = None) -> float:
     """Compare a training step and a generation of each model with fp64 on the CPU. Return the
-    largest difference as a multiple of its bound.
+    largest difference, as a multiple of the difference that is still accepted. A device passes the
+    check if the result is at most 1.
 
     Args:
         hardware: hardware with the device to check.
-        keys: settings to check.
-        watching: comparison that is active during the device's computations, or None.
+        keys: settings with which the device computes.
+        watching: mode that compares each operation while the device computes, or None.
     """
     most_loss, most_distance = BOUNDS[keys.precision]
     errors = []
@@ -226,10 +229,12 @@ def _error(hardware: Hardware, keys: CheckedKeys, watching: _Comparison | None =
 
 
 def _program(number: int, keys: CheckedKeys, hardware: Hardware) -> tuple[TrainingProgram, Batch]:
-    """Create a batch and the program of model number `number` in `_MODELS`."""
-    # With this large eps, updates are proportional to gradients and have the same relative error.
-    # With a small eps, an update would depend only on the sign of the gradient, even if the
-    # gradient is merely a rounding error.
+    """Create the training program of the model at index `number` of `_MODELS`, and a batch for
+    it.
+    """
+    # This large eps makes updates proportional to the gradients, so that they have the same
+    # relative error as the gradients. With a small eps, an update would depend only on the sign of
+    # the gradient, even if the gradient is merely a rounding error.
     optimizer = {"learning_rate": 5.0, "eps": 1.0, "weight_decay": 0.01}
     efficiency = {"matmul_precision": "highest", "compile": False, "loss_chunk_tokens": 24 * number}
     values = {
@@ -273,7 +278,7 @@ def _generate(program: TrainingProgram, ids: Tensor, watching: _Comparison | Non
     Args:
         program: program of the model, which is modified.
         ids: token ids of two sequences, int64 of shape [2, tokens], on the CPU.
-        watching: comparison that is active during the generation, or None.
+        watching: mode that compares each operation during the generation, or None.
     """
     config, model = program.recipe.efficiency, program.model.eval().cpu()
     model.cast(torch.float64)
@@ -284,15 +289,15 @@ def _generate(program: TrainingProgram, ids: Tensor, watching: _Comparison | Non
     takes_masks = config.attention not in ("flash", "cudnn", "flex")
     choose_attention(model, config.attention if takes_masks else "sdpa")
     if watching is None:
-        # The kernels for few rows are not used while watching, because a TorchFunctionMode does not
-        # see operations inside them or inside recorded steps.
+        # While operations are compared, do not use the kernels for small batches or recorded CUDA
+        # graphs, because a TorchFunctionMode does not see the operations inside them.
         use_few_rows(model)
     decoder = BatchDecoder(model.to(program.hardware.device), 2, ids.shape[1])
     with watching or contextlib.nullcontext(), matmul_precision(config):
-        # Process two sequences of different lengths in one pass, then more tokens of both
-        # sequences, and finally more tokens of only one of them.
+        # First process two sequences of different lengths in one pass. Then process more tokens of
+        # both sequences, and finally more tokens of only the first sequence.
         found = [decoder.add_many([ids[0, :20].tolist(), ids[1, :23].tolist()])]
-        places = [*enumerate(decoder.lengths)]  # pairs of (row, number of tokens)
+        places = [*enumerate(decoder.lengths)]  # (row, number of tokens) pairs
         for count in (2, 2, 2, 1, 1, 1):
             if len(decoder) > count:
                 decoder.remove(1)
@@ -310,14 +315,15 @@ def _generate(program: TrainingProgram, ids: Tensor, watching: _Comparison | Non
 
 
 class _Comparison(TorchFunctionMode):
-    """Mode that repeats each operation in fp64 on the CPU with the same inputs, until it finds a
-    wrong result. The backward pass of each operation is also compared, using random gradients.
+    """Mode that runs each operation a second time in fp64 on the CPU with the same inputs and
+    compares the results, until it finds a wrong one. It also compares the backward pass of each
+    operation, using random gradients.
 
     Args:
         bound: largest accepted distance from the fp64 result, as a fraction of its L2 norm.
 
     Attributes:
-        bound: largest accepted distance.
+        bound: largest accepted distance from the fp64 result, as a fraction of its L2 norm.
         wrong: description of the first operation with a wrong result, including its distance, or
             None.
     """
@@ -331,12 +337,12 @@ class _Comparison(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """Run one operation and compare it."""
+        """Run one operation and compare its result with the fp64 result."""
         inputs = (args, kwargs or {})
         name = resolve_name(func) or getattr(func, "__name__", str(func))
         leaves = tree_flatten(inputs)[0]
-        # Compare each combination of operation and input layouts only once, because layers repeat
-        # their calls.
+        # Compare each combination of an operation and its input layouts only once, because every
+        # layer makes the same calls.
         layouts = [(x.shape, x.stride(), x.dtype) if isinstance(x, Tensor) else x for x in leaves]
         call = str((name, layouts))
         has_values = any(t.is_floating_point() for t in _tensors(inputs)) and "empty" not in name
@@ -346,10 +352,11 @@ class _Comparison(TorchFunctionMode):
         own = tree_map_only(Tensor, lambda t: t.detach().requires_grad_(t.requires_grad), inputs)
         exact = tree_map_only(Tensor, _exact, inputs)
         result = func(*args, **inputs[1])
-        # Some operations can't be repeated on a different device or in a different dtype.
+        # Some operations can't run on a different device or in a different dtype. They are not
+        # compared.
         with contextlib.suppress(Exception):
             expected = func(*exact[0], **exact[1])
-            # Compare the inputs too, because the operation may have written to them.
+            # Also compare the inputs, because the operation may have written to them.
             self._compare(name, (result, inputs), (expected, exact))
             # Skip in-place operations, because running them again would modify their inputs twice.
             if not name.endswith("_") and (wanted := _tensors(expected, learns=True)):
@@ -361,9 +368,9 @@ class _Comparison(TorchFunctionMode):
         found = []
         for inputs, roots in passes:
             random = torch.Generator().manual_seed(0)
-            # Use the memory layout of the results, as in training. With gradients in a different
-            # layout, the backward pass of cuDNN's attention returned wrong results (torch 2.11 on
-            # an H200).
+            # Give the gradients the same memory layout as the results, as in training. When their
+            # layouts differed, the backward pass of cuDNN's attention returned wrong results (torch
+            # 2.11 on an H200).
             drawn = [
                 torch.empty_like(root).copy_(torch.randn(root.shape, generator=random))
                 for root in roots
@@ -374,8 +381,8 @@ class _Comparison(TorchFunctionMode):
 
     def _compare(self, name: str, found: Any, expected: Any) -> None:
         for pair in list(zip(_tensors(found), _tensors(expected), strict=True)):
-            # Replace NaN and infinity with 0. The result then still differs from fp64, unless the
-            # fp64 result also contains NaN or infinity in the same places.
+            # Replace NaN and infinity with 0 before computing the difference. The results then
+            # still differ, unless the fp64 result contains NaN or infinity in the same places.
             one, exact = (x.detach().cpu().double().nan_to_num(0, 0, 0) for x in pair)
             if not pair[1].is_floating_point():
                 # An integer result, such as an index, is either right or wrong.
@@ -389,8 +396,8 @@ class _Comparison(TorchFunctionMode):
 
 
 def _tensors(values: Any, *, learns: bool = False) -> list[Tensor]:
-    """Return the tensors in a nested structure. With `learns`, return only those that require
-    gradients.
+    """Return the tensors in a nested structure. If `learns` is True, return only tensors that
+    require gradients.
     """
     found = [value for value in tree_flatten(values)[0] if isinstance(value, Tensor)]
     return [tensor for tensor in found if tensor.requires_grad or not learns]

@@ -1,4 +1,4 @@
-"""Forecast of a run's memory and speed, compared with measurements.
+"""Forecast the memory and speed of a run, and compare the forecast with measurements.
 
 The forecaster is passed as an argument. This package can't import the planner, which makes the
 forecasts, because the planner runs the training step and belongs to a higher layer.
@@ -27,12 +27,12 @@ from firstlight.recipe import ResolvedRecipe
 from firstlight.report.summary import MOSTLY_LEARNED
 from firstlight.run_log.names import FORECAST_NAME
 
-#: Keys of the speeds in a step's metrics.
+#: Keys under which the metrics of a step contain its speeds.
 _RATES = ("tokens_per_second", "learned_tokens_per_second", "samples_per_second")
 
-#: Memory that a process on a CPU uses in addition to its resident memory before the first step and
-#: the tensors created later. The measurements are listed in docs/benchmarks/planner.md. The
-#: constants are:
+#: Additional memory of a process on a CPU. It is not part of the resident memory before the first
+#: step, and does not belong to tensors that are created later. The measurements are listed in
+#: docs/benchmarks/planner.md. The constants are:
 #:
 #: - bytes of libraries that are loaded late, such as oneDNN's code and the buffers of threads
 #: - bytes used by torch's compiler
@@ -48,17 +48,17 @@ _SLOW_STEPS = 2
 
 @dataclass(frozen=True)
 class Forecast:
-    """Expected memory of a run on each device, and expected speed.
+    """Expected memory use of a run on each device, and its expected speed.
 
     Attributes:
-        peak_bytes: peak total size of all tensors in bytes, including evaluations, sample texts and
-            saves.
+        peak_bytes: largest total size of all tensors that exist at the same time, in bytes.
+            Evaluations, the generation of sample texts and saves are taken into account.
         phase: phase in which the peak occurs: "forward", "loss", "backward", "optimizer",
             "evaluation", "samples", "save", "averaging", ...
-        parts: bytes at the peak, keyed by kind of tensor.
+        parts: bytes used at the peak by each kind of tensor.
         tokens_per_second: (lowest, expected, highest) total speed of all processes, or None if
             unknown.
-        phases: peak of each phase in bytes, keyed by phase.
+        phases: peak memory in bytes of each phase, keyed by the name of the phase.
         process_bytes: peak of the process's resident memory on a CPU, including libraries and
             memory kept by the allocator; None on a GPU.
     """
@@ -72,7 +72,7 @@ class Forecast:
 
     @property
     def in_words(self) -> str:
-        """The forecast as text for messages."""
+        """The forecast as text that is shown to the user."""
         parts = sorted(self.parts.items(), key=lambda part: -part[1])[:3]
         of = ", ".join(f"{name.replace('_', ' ')} {gib(size)}" for name, size in parts)
         text = f"tensors {gib(self.peak_bytes)}, most in the {self.phase} ({of})"
@@ -131,7 +131,7 @@ class ForecastComparison:
         self.label_share, self.seq_len = 1.0, 1
         self._hardware = hardware
         on_gpu = hardware.device.type == "cuda"
-        #: Bytes allocated on the GPU before the run starts; 0 on a CPU.
+        #: Bytes that are already allocated on the GPU before the run starts; 0 on a CPU.
         self._level = torch.cuda.memory_allocated(hardware.device) if on_gpu else 0
         self._rates: dict[str, list[float]] = {name: [] for name in _RATES}
         self._steps = 0
@@ -145,21 +145,22 @@ class ForecastComparison:
         self._allocated.__exit__(*of_error)
 
     def predict_process(self, held_bytes: int, *, compiles: bool, code_bytes: int = 0) -> None:
-        """Predict `forecast.process_bytes` on a CPU, and start measuring.
+        """On a CPU, predict `forecast.process_bytes` and start measuring memory. On a GPU or
+        without a forecast, do nothing.
 
         The prediction is the current resident memory plus the memory of tensors and libraries that
         are not allocated yet. From this point on, the memory of the tensors and of the process is
-        measured. On a GPU or without a forecast, do nothing.
+        measured.
 
         Args:
-            held_bytes: bytes of the forecast's tensors that are already in memory.
+            held_bytes: bytes of tensors that the forecast includes and that are already in memory.
             compiles: True if torch's compiler will be loaded.
             code_bytes: bytes of the code that oneDNN will compile for experts.
         """
         if self.forecast is None or self._hardware.device.type == "cuda":
             return
         coming = (1 + _KEPT_SHARE) * max(self.forecast.peak_bytes - held_bytes, 0)
-        # Libraries are loaded and allocate their buffers on first use.
+        # Some libraries are loaded and allocate their buffers only when they are first used.
         libraries = _LIBRARY_BYTES + (_COMPILER_BYTES if compiles else 0)
         total = int(psutil.Process().memory_info().rss + coming + libraries + code_bytes)
         self.forecast = replace(self.forecast, process_bytes=total)
@@ -173,7 +174,8 @@ class ForecastComparison:
         self._steps += 1
         if self._steps == _SLOW_STEPS:
             self._allocated.look_less()
-        # Evaluations, saves and the first steps leave behind buffers that libraries have allocated.
+        # Measure again after evaluations, saves and the first steps, because libraries allocate
+        # buffers in them and keep these buffers.
         if self._allocated.is_running and (self._steps <= _SLOW_STEPS or "val/loss" in record):
             self._allocated.find_level(self.tensor_bytes())
         for name, found in self._rates.items():
@@ -188,20 +190,20 @@ class ForecastComparison:
         sizes: dict[int, int] = {}
         found: dict[int, weakref.ref[torch.Tensor]] = {}
         # The garbage collector does not list tensors that have been frozen since the last call, so
-        # the tensors found in that call are added.
+        # add the tensors that were found in that call.
         remembered = [reference() for reference in self._tensors]
-        # The objects are chained, because a list of them would itself be an object that the
-        # collector tracks.
+        # Chain the objects instead of copying them into a list, because the list would itself be
+        # tracked by the garbage collector.
         for one in itertools.chain(gc.get_objects(), remembered):
-            # Skip subclasses: the plain tensors inside wrappers are counted anyway, and the
-            # planner's fake tensors do not take any memory.
+            # Skip subclasses of tensors. The plain tensors inside wrappers are counted separately,
+            # and the planner's fake tensors do not take any memory.
             if type(one) in (torch.Tensor, torch.nn.Parameter) and one.layout == torch.strided:
                 found[id(one)] = weakref.ref(one)
-                # A failed measurement must not end a run.
+                # Ignore errors, because a failed measurement must not end a run.
                 with contextlib.suppress(RuntimeError):
                     storage = one.untyped_storage()
-                    # Keyed by address, because views and tied tensors share a storage, which must
-                    # be counted only once.
+                    # Use the address as the key, because views and tied tensors share a storage,
+                    # which must be counted only once.
                     sizes[storage.data_ptr()] = storage.nbytes()
         self._tensors = list(found.values())
         return sum(sizes.values())
@@ -211,7 +213,7 @@ class ForecastComparison:
 
         Returns:
             - "peak_bytes": on a GPU, the peak size of all tensors according to torch's allocator;
-              None on a CPU, where torch does not measure it.
+              None on a CPU, for which torch does not measure this size.
             - "allocated_bytes": on a CPU, the peak size of tensors and libraries' buffers in a
               step, according to the C library's allocator; None if the allocator does not measure
               it.
@@ -220,8 +222,8 @@ class ForecastComparison:
             - "tokens_per_second", "learned_tokens_per_second", "samples_per_second": medians over
               all steps except the first two; None if there are no other steps.
         """
-        # A GPU's peak includes everything since the start of this process, so subtract the memory
-        # that was allocated before the run.
+        # On a GPU, the peak is measured from the start of this process, so subtract the memory that
+        # was allocated before the run.
         peak = peak_memory_bytes(self._hardware.device)
         on_gpu = self._hardware.device.type == "cuda"
         return {
@@ -235,8 +237,8 @@ class ForecastComparison:
         }
 
     def _predicted(self, forecast: Forecast) -> dict[str, Any]:
-        """Return the forecast as JSON values, including the speed in learned tokens and in
-        sequences.
+        """Return the forecast as JSON values. They include the speed in sequences and in learned
+        tokens, which are the tokens that contribute to the loss.
         """
         rates = forecast.tokens_per_second
         factors = {
@@ -262,18 +264,17 @@ class ForecastComparison:
         write_json(run_folder / FORECAST_NAME, {"predicted": planned, "measured": found})
         rates = {
             "tokens_per_second": "tokens/s",
-            # Shown only if learned tokens are clearly fewer than all tokens, as in conversations.
+            # Show this rate only if clearly fewer tokens contribute to the loss than are processed,
+            # as in conversations.
             **({} if self.label_share >= MOSTLY_LEARNED else {_RATES[1]: "learned tokens/s"}),
         }
-        told = []
+        speeds = []
         for name, unit in rates.items():
             if found[name] is not None:
                 rate = planned[name]
                 beside = "" if rate is None else f" (planned {rate[1]:,.0f})"
-                told.append(f"{found[name]:,.0f} {unit}{beside}")
-        if told:
-            told[-1] += " in the median step"
-        told += [
+                speeds.append(f"{found[name]:,.0f} {unit}{beside}")
+        memory = [
             f"{kind} {gib(size, expected)} (planned {gib(expected, size)})"
             for kind, size, expected in (
                 ("tensors", found["peak_bytes"] or found["allocated_bytes"], planned["peak_bytes"]),
@@ -281,4 +282,5 @@ class ForecastComparison:
             )
             if size is not None and expected is not None
         ]
-        return ", ".join(told)
+        parts = {"median step": speeds, "memory": memory}
+        return "; ".join(f"{name}: {', '.join(told)}" for name, told in parts.items() if told)

@@ -1,5 +1,6 @@
-"""Skip bad steps. A guard rejects outliers of the loss and the gradient norm. In fp16, a dynamic
-loss scale keeps gradients from underflowing, and steps whose gradients overflow are skipped.
+"""Skip bad steps. A guard rejects steps whose loss or gradient norm is an outlier. In fp16, a
+dynamic loss scale keeps gradients from underflowing, and steps whose gradients overflow are
+skipped.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ class Guard:
 
     Attributes:
         skipped_in_a_row: number of consecutive steps rejected since the last accepted one.
-        reason: reason for the last rejection, as text for messages; "" before the first rejection.
+        reason: message that explains why the last rejected step was rejected; "" before the first
+            rejection.
     """
 
     def __init__(self, config: GuardConfig) -> None:
@@ -46,7 +48,8 @@ class Guard:
             grad_norm: L2 norm of the gradients.
 
         Returns:
-            True if the update should be applied. Only the values of accepted steps are remembered.
+            True if the update should be applied. Only the values of accepted steps are stored and
+            used to judge later steps.
         """
         reason = self._refusal(loss, grad_norm)
         if reason is not None:
@@ -64,7 +67,7 @@ class Guard:
         return self.config.spike_z_score is None
 
     def _refusal(self, loss: float, grad_norm: float) -> str | None:
-        """Return the reason for rejecting a step, as text for messages, or None if the step is
+        """Return a message that explains why a step is rejected, or None if the step is
         accepted.
         """
         # The sum of the absolute values is infinite or NaN if either value is not finite, so a
@@ -95,8 +98,8 @@ class Guard:
             raise DivergedError(f"{steps} skipped ({self.reason}); {DIVERGED_REMEDY}")
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the remembered losses and gradient norms and the number of rejections as JSON
-        values.
+        """Return the losses and gradient norms of recent accepted steps and the number of rejected
+        steps, as JSON values.
         """
         return {
             "skipped_in_a_row": self.skipped_in_a_row,
@@ -119,7 +122,8 @@ class Guard:
             raise CheckpointError(f"the checkpoint's guard is damaged: {error}") from error
         self._losses = deque(losses, maxlen=self.config.spike_window)
         self._norms = deque(norms, maxlen=self.config.spike_window)
-        # Restore the count, so that a resumed run stops at the same step as an uninterrupted one.
+        # Restore the number of consecutive rejections, so that a resumed run stops at the same step
+        # as an uninterrupted one.
         self.skipped_in_a_row = skipped
 
 
@@ -134,7 +138,7 @@ def z_score(value: float, before: deque[float]) -> float:
     variance = math.fsum((x - mean) ** 2 for x in before) / len(before)
     deviation = max(math.sqrt(variance), _LEAST_DEVIATION * abs(mean))
     if deviation == 0:
-        # All previous values are 0, so any larger value is a spike.
+        # All previous values are 0. Every larger value is therefore a spike.
         return math.inf if value > mean else 0.0
     return (value - mean) / deviation
 
@@ -186,14 +190,14 @@ class LossScaler:
                 )
             return
         self.good_steps += 1
-        # Raise the scale again at intervals, because small gradients underflow in fp16 if the scale
-        # is low.
+        # Increase the scale again at intervals, because small gradients underflow in fp16 if the
+        # scale is low.
         if self.good_steps == _STEPS_BETWEEN_GROWTHS:
             self.scale *= _GROWTH
             self.good_steps = 0
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the scale and counts as JSON values."""
+        """Return the scale and the step counts as JSON values."""
         return {
             "scale": self.scale,
             "good_steps": self.good_steps,

@@ -1,4 +1,4 @@
-"""The `train` function and the training loop.
+"""Run the training loop. `train` is the entry point of this module.
 
 Pretraining, continued training and fine-tuning differ only in their data and initial weights.
 """
@@ -70,7 +70,8 @@ class RunSummary:
         samples_per_second: median number of samples per second. A sample is a sequence of `seq_len`
             tokens.
         tokens_per_second: median number of tokens per second.
-        tokens: number of tokens in the sequences of this call's steps.
+        tokens: number of tokens in all sequences that this call to `train` has used.
+        is_resumed: True if some of the run's steps were trained by an earlier call to `train`.
     """
 
     seconds: float
@@ -78,21 +79,13 @@ class RunSummary:
     samples_per_second: float | None = None
     tokens_per_second: float | None = None
     tokens: int = 0
+    is_resumed: bool = False
 
     def __str__(self) -> str:
-        rate = self.tokens_per_second
-        text = self.whole
-        return text if rate is None else f"{text}: {rate:,.0f} tokens/s in the median step"
-
-    @property
-    def whole(self) -> str:
-        """Duration, number of tokens and mean speed of the training loop, as text."""
-        text = f"training took {time_text(self.seconds)}"
-        if not self.tokens:
-            return text
-        rate = self.tokens / max(self.seconds, 1e-9)
+        session = " in this session" if self.is_resumed else ""
+        tokens = f" for {self.tokens:,} tokens" if self.tokens else ""
         return (
-            f"{text} for {self.tokens:,} tokens, {rate:,.0f} tokens/s including evaluations and "
+            f"training{session} took {time_text(self.seconds)}{tokens}, including evaluations and "
             "saves"
         )
 
@@ -106,7 +99,7 @@ class TrainResult:
             and checkpoints/.
         checkpoint: folder of the last checkpoint, a Hugging Face model folder.
         step: number of completed steps, including those before the run was resumed.
-        tokens_seen: number of tokens trained on in these steps.
+        tokens_seen: number of tokens on which the model was trained in these steps.
         train_loss: loss of the last step; None if no steps remained, or if the last step was
             skipped because its loss was not finite.
         evaluation: last evaluation of this call; None without a validation split.
@@ -164,8 +157,9 @@ def train(
             if the run had not been interrupted.
         init_from: model folder, run folder or hub id of the model to start from, which replaces the
             recipe's `model` section.
-        new_rows: initial embedding and head rows of tokens that `init_from` lacks: "mean" of the
-            old tokens' rows, or "copy:TOKEN" for a copy of an old token's rows.
+        new_rows: how to initialise the rows of the embedding and the head for tokens that
+            `init_from` lacks. "mean" uses the mean of the existing rows, and "copy:TOKEN" copies
+            the rows of an existing token.
         branch_from: checkpoint of another run, whose full state this run continues. It is ignored
             if `resume` finds a checkpoint in this run's folder. See `cooldown_recipe`.
         on_step: called in the main process with each step's metrics. It may use the global random
@@ -174,7 +168,8 @@ def train(
             only in a notebook.
         forecaster: object that predicts memory and speed, such as
             `planner.plan.processes.RunForecaster`.
-        began: `time.time()` value at which `schedule.max_minutes` begins; None for the first step.
+        began: time from which this call uses up `schedule.max_minutes`, as a value of
+            `time.time()`. None counts from the first step of this call.
         is_announced: True if the data, memory, speed and schedule have already been shown to the
             user; they are not shown again.
         chose_compiling: True if the user did not set the recipe's `efficiency.compile` explicitly,
@@ -183,13 +178,13 @@ def train(
 
     Raises:
         ConfigError, DataError, ModelError, CheckpointError: the recipe, data, model and checkpoint
-            do not match. These errors are raised before any file is written. During training, they
-            are also raised if data can't be read or if the run folder was moved. If data can't be
-            read, a checkpoint is saved first. If the run folder was moved, nothing is written to
-            the old path.
+            do not match. The error is then raised before any file is written. These errors are also
+            raised during training in two cases. If data can't be read, a checkpoint is saved before
+            the error is raised. If the run folder was moved, nothing is written to the old path.
         RankError: another process failed.
         DivergedError: the run diverged and can't be rolled back to a checkpoint.
-        TrainingError: one row or an update does not fit in memory, or a batch has no labels.
+        TrainingError: a micro-batch of a single row or the optimizer update does not fit in memory,
+            or a batch has no labels.
         StorageError: a file system error. Existing checkpoints are kept.
     """
     recipe = _read_recipe(recipe)
@@ -198,7 +193,7 @@ def train(
     with (
         Stopping(recipe.run.max_minutes, shown=progress) as stopping,
         run_processes(recipe) as (hardware, engine),
-        ForecastComparison(hardware) as comparison,  # Create this before the run allocates memory.
+        ForecastComparison(hardware) as comparison,  # Created before the run allocates memory.
         set_up(
             recipe,
             resume,
@@ -225,8 +220,7 @@ def train(
         checkpoints.finish()
         wait_for_main(engine, run.write_budget)
         write_average(run)
-        tokens = (run.state.rows_seen - rows_before) * run.seq_len
-        result = _result(run, stopping, comparison, tokens)
+        result = _result(run, stopping, comparison, rows_before)
     if progress and engine.is_main:
         show_picture(result.run_folder / REPORT_NAME)
     return result
@@ -264,11 +258,11 @@ def training_loop(
             ahead.drop()
             break
         try:
-            if run.state.pending is None:  # Otherwise, the last step must still be evaluated.
+            if run.state.pending is None:  # If it is set, the last step must still be evaluated.
                 checkpoints.require_written()
                 lr_scale = run.begin_step()  # the learning-rate schedule
                 result = None
-                while result is None:  # A failed attempt is repeated with changed settings.
+                while result is None:  # If an attempt fails, repeat it with changed settings.
                     with repeated_step(run), program.stepping(lr_scale):
                         result = train_step(
                             program.loss_sum,
@@ -289,7 +283,7 @@ def training_loop(
             checkpoints.go_back(error)
             continue
         except StopRequestedError:
-            break  # The run was stopped during an evaluation, which a resumed run repeats.
+            break  # A resumed run repeats the unfinished evaluation.
         except DataError as error:
             # The validation split is damaged. With several processes, only the process that read
             # the damaged part gets this error, so they can't save a checkpoint together.
@@ -297,7 +291,7 @@ def training_loop(
                 raise
             run.unreadable = run.stopped_by = str(error)
             break
-        # Write the logs before the checkpoint, so that they contain its step.
+        # Write the logs before the checkpoint, so that they include the step of the checkpoint.
         record = run.write_record()
         try:
             show(record)
@@ -309,12 +303,13 @@ def training_loop(
 
 
 class RunAhead:
-    """Runs the passes of the next step on a GPU while the host reads the current step's loss and
-    writes its metrics. Otherwise, the GPU would wait for the host in every step.
+    """Runs the forward and backward passes of the next step on a GPU while the host reads the
+    current step's loss and writes its metrics. Otherwise, the GPU would wait for the host in every
+    step.
 
     Nothing is computed ahead if the current step may be followed by an evaluation, a checkpoint or
-    the end of the run, or if the next passes depend on the current loss. The results of each step
-    are bitwise identical with and without running ahead.
+    the end of the run, or if the next passes depend on the current loss. Running ahead does not
+    change the results of a step; they are bitwise identical.
 
     Args:
         run: the run.
@@ -327,10 +322,10 @@ class RunAhead:
         self._checkpoints, self._stopping = checkpoints, stopping
         self._passes: Passes | None = None
         program = run.program
-        # Running ahead is not possible if the loss scale depends on the current gradients or if
-        # statistics are collected per step. It is not possible with dropout either, because random
-        # numbers would be drawn before `on_step` can draw its random numbers. With offloaded
-        # activations, the activations of two steps would need memory at the same time.
+        # Do not run ahead if the loss scale depends on the current gradients or if statistics are
+        # collected per step. With dropout, the next step would draw its random numbers before
+        # `on_step` can draw its own. With offloaded activations, the activations of two steps would
+        # need memory at the same time.
         self._is_possible = (
             run.engine.world.size == 1
             and program.scaler is None
@@ -341,7 +336,9 @@ class RunAhead:
         )
 
     def begin(self) -> bool:
-        """Run the passes of the next step if possible. Return True if they were run."""
+        """Run the forward and backward passes of the next step if this is possible. Return True if
+        they were run.
+        """
         run, program = self._run, self._run.program
         if not self._is_possible or self._is_followed():
             return False
@@ -362,7 +359,9 @@ class RunAhead:
         return True
 
     def _is_followed(self) -> bool:
-        """Return True if something other than the next step may follow the current step."""
+        """Return True if the current step may be followed by an evaluation, a checkpoint or the end
+        of the run instead of the next step.
+        """
         run, checkpoints = self._run, self._checkpoints
         return (
             self._stopping.reason is not None
@@ -373,8 +372,8 @@ class RunAhead:
         )
 
     def take(self) -> Passes | None:
-        """Return the passes of the current step if they were run ahead, or None. They are returned
-        only once.
+        """Return the result of the current step's passes if they were run ahead, or None. The
+        result is returned only once.
         """
         passes, self._passes = self._passes, None
         self._run.program.is_ahead = False
@@ -419,7 +418,7 @@ def _frozen_objects() -> Iterator[Callable[[], None]]:
     def freeze() -> None:
         nonlocal is_frozen
         if not is_callers and not is_frozen:
-            gc.collect()  # Collect garbage first, so that it is not frozen.
+            gc.collect()  # Collect garbage first, because frozen garbage would never be freed.
             gc.freeze()
             is_frozen = True
 
@@ -438,17 +437,17 @@ def _watched(
 ) -> Callable[[Mapping[str, Any]], None]:
     """Return a function that passes each step's metrics to the progress view, to the comparison
     with the forecast, and to `on_step`. After each step, it calls `freeze` (see `_frozen_objects`).
-    After the first step that is not slowed down by the start of the process, it records the compile
-    time. The time is not recorded if other programs kept the cores busy when the run began.
+    The first steps of a process are slower than later ones. After the first step at full speed, the
+    function records the compile time, unless other programs kept the cores busy when the run began.
     """
     efficiency, model = run.recipe.efficiency, run.recipe.model
     record_compiling = compile_time_recorder(efficiency, run.program.hardware, model)
-    # Checked here, because the run's own threads keep the cores busy later.
+    # Check this before the run's own threads keep the cores busy.
     is_busy = cores_are_busy()
 
     def watch(record: Mapping[str, Any]) -> None:
         if not record["step"]:
-            return  # The evaluation before the first step has no step metrics.
+            return  # The evaluation before the first step is not a step.
         run.bar.step(record)
         comparison.add(record)
         if run.times.settled_steps == 1 and run.engine.is_main and not is_busy:
@@ -461,29 +460,37 @@ def _watched(
 
 
 def _result(
-    run: Run, stopping: Stopping, comparison: ForecastComparison, tokens: int
+    run: Run, stopping: Stopping, comparison: ForecastComparison, rows_before: int
 ) -> TrainResult:
-    """Return the result of a run whose last checkpoint is saved.
+    """Return the result of a run after its last checkpoint has been saved.
 
     Args:
-        tokens: number of tokens in the sequences of this call's steps.
+        rows_before: number of sequences that earlier calls to `train` have used.
 
     Raises:
-        DataError: the run was stopped by data that could not be read.
+        DataError: the run stopped because data could not be read.
     """
     if run.stopped_by is not None:
         problem = first_reason(run.unreadable)
         if problem is not None:
             raise DataError(f"{problem} (saved at step {run.state.step})")
     wait_for_main(run.engine, run.require_folder)
-    # Measure the memory before drawing the report, because plotting libraries would add to it.
+    # Measure the memory before drawing the report, because the plotting libraries would increase
+    # it.
     measured = comparison.write(run.folder) if run.engine.is_main else None
     run.trackers.give_checkpoint(checkpoint_folder(run.folder, run.saved_step))
     elapsed = run.times.elapsed
     ended = on_main(run.engine, lambda: _reported(run))
     step_seconds, samples, rate = ended["medians"]
-    summary = RunSummary(elapsed, step_seconds, samples, rate, tokens)
-    run.tell(f"{summary.whole}: {measured}" if measured else str(summary))
+    tokens = (run.state.rows_seen - rows_before) * run.seq_len
+    summary = RunSummary(
+        elapsed, step_seconds, samples, rate, tokens=tokens, is_resumed=rows_before > 0
+    )
+    run.tell(str(summary))
+    if measured is None and rate is not None:
+        measured = f"median step: {rate:,.0f} tokens/s"
+    if measured is not None:
+        run.tell(measured)
     return TrainResult(
         run.folder,
         checkpoint_folder(run.folder, run.saved_step),
@@ -502,7 +509,7 @@ def _result(
 
 @contextlib.contextmanager
 def _reported_if_diverged(run: Run) -> Iterator[None]:
-    """Draw the report if the run ends with a DivergedError."""
+    """Draw the report of the run if the block raises a DivergedError."""
     try:
         yield
     except DivergedError:
@@ -511,8 +518,8 @@ def _reported_if_diverged(run: Run) -> Iterator[None]:
 
 
 def _reported(run: Run) -> dict[str, Any]:
-    """Draw the report. Return `findings`, `best_checkpoint` and `medians` (of `RunSummary`) as JSON
-    values.
+    """Draw the report. Return a dict of JSON values with the keys "findings", "best_checkpoint" and
+    "medians". The medians are those of `RunSummary`.
     """
     best = best_checkpoint(run.folder)
     ended: dict[str, Any] = {

@@ -1,4 +1,4 @@
-"""Find the largest micro-batch size that fits in memory by running trials in separate processes.
+"""Find the largest micro-batch size that fits in memory. Each size is tried in a separate process.
 
 A process that runs out of memory may be unable to continue or may be killed by the system, so
 trials never run in the training process. `recipe/resolve.py` decides whether they are needed.
@@ -53,7 +53,8 @@ def largest_micro_batch(
         recipe: recipe with batch.global_batch_tokens; its micro-batch size is ignored.
         hardware: the device to run on.
         tell: called with a message about the result.
-        processes: number of processes that share each step; a trial runs the share of one process.
+        processes: number of processes that share each step. A trial runs only the share of a single
+            process.
 
     Raises:
         ConfigError: the global batch can't be divided evenly, not even one row fits, or the
@@ -67,9 +68,11 @@ def largest_micro_batch(
             f"{processes} processes: set it to a multiple of {processes} x {recipe.data.seq_len} "
             "tokens"
         )
-    # The trial runs in one process, with that process's share of the batch.
+    # The trial runs in a single process. Its recipe contains only the part of the batch that one
+    # process of the run computes.
     tokens = total * recipe.data.seq_len
-    # The micro-batch size must also divide the smaller global batches of a ramp.
+    # If the global batch grows during the run, the micro-batch size must also divide the smaller
+    # global batches at the start.
     first = (recipe.batch.ramp_start_tokens or 0) // (recipe.data.seq_len * processes)
     batch = {"global_batch_tokens": tokens, "ramp_start_tokens": None, "ramp_steps": None}
     recipe = recipe.with_keys("batch", **batch).model_copy(
@@ -90,8 +93,8 @@ def largest_micro_batch(
 
 
 def cuts(total: int) -> Iterator[int]:
-    """Yield divisors of `total` in descending order, starting with `total`. Each is the largest
-    divisor that is at most half of the previous one.
+    """Yield divisors of `total` in descending order, starting with `total` itself. Each of the
+    following divisors is the largest one that is at most half of the previous divisor.
     """
     rows = total
     while rows:
@@ -100,8 +103,8 @@ def cuts(total: int) -> Iterator[int]:
 
 
 def fewer_rows(rows: int) -> int:
-    """Return the next smaller micro-batch size: the largest divisor of `rows` that is at most half
-    as large, or 0 if there is none.
+    """Return the next smaller micro-batch size. This is the largest divisor of `rows` that is at
+    most half of `rows`, or 0 if there is none.
     """
     return next(itertools.islice(cuts(rows), 1, None), 0)
 
@@ -162,12 +165,12 @@ def trial_program(recipe: ResolvedRecipe, hardware: Hardware) -> tuple[TrainingP
     input_ids = torch.randint(recipe.model.vocab_size, shape)
     documents = references = None
     if recipe.preference is not None:
-        # Each row contains one pair, and its two halves are the answers.
+        # Each row contains one preference pair. The two halves of the row are the two answers.
         documents = (torch.arange(shape[1]) >= shape[1] // 2).int().expand(shape).contiguous()
         references = torch.zeros((shape[0], 2), dtype=torch.float64)
     elif recipe.data.document_masking:
         documents = torch.zeros(shape, dtype=torch.int32)
-    # Every token has a label, because this requires the most memory for a batch of this shape.
+    # Give every token a label, because memory use is then highest for a batch of this shape.
     batch = Batch(input_ids, input_ids, input_ids.numel(), documents, references=references)
     return program, batch.to(hardware.device)
 
@@ -182,14 +185,15 @@ def try_step(recipe: ResolvedRecipe, hardware: Hardware) -> Trial:
     on_gpu = hardware.device.type == "cuda"
     level = 0 if on_gpu else psutil.Process().memory_info().rss
     program, batch = trial_program(recipe, hardware)
-    # If a step has several micro-batches, run two of them: the gradients of the first are in memory
-    # while the second is processed.
+    # If a step has several micro-batches, run two of them, because the gradients of the first
+    # micro-batch are in memory while the second one is processed.
     count = min(2, recipe.batch.accumulation(recipe.data.seq_len))
     seconds = 0.0
     for _ in range(2):
         synchronize(hardware.device)
         start = time.perf_counter()
-        # An update with a learning rate of 0 takes as much memory and time as any other.
+        # Use a learning rate of 0. Such an update takes as much memory and time as any other
+        # update.
         program.step([batch] * count, lr_scale=0.0)
         synchronize(hardware.device)
         seconds = time.perf_counter() - start
@@ -198,8 +202,9 @@ def try_step(recipe: ResolvedRecipe, hardware: Hardware) -> Trial:
 
 
 def measure(request: dict[str, Any]) -> dict[str, Any]:
-    """Run the steps that `try_rows` requests, and return their measurements. See
-    `hardware.fresh_process`, which calls this function in a separate process."""
+    """Run the training steps of one trial and return their measurements. `try_rows` uses
+    `hardware.fresh_process` to call this function in a separate process.
+    """
     hardware = find_hardware(request["device"])
     recipe = parse_resolved_recipe(request["recipe"])
     if hardware.device.type == "cpu":
@@ -220,7 +225,8 @@ def _limit_memory(more: int) -> None:
     if not status.exists():
         return
     lines = dict(line.split(":", 1) for line in status.read_text(encoding="utf-8").splitlines())
-    # RLIMIT_DATA counts private memory; RLIMIT_AS would also count mapped files and libraries.
+    # Use RLIMIT_DATA, which counts private memory. RLIMIT_AS would also count mapped files and
+    # libraries.
     used = int(lines["VmData"].split()[0]) * 1024
     _, hard = resource.getrlimit(resource.RLIMIT_DATA)
     limit = used + more if hard == resource.RLIM_INFINITY else min(used + more, hard)

@@ -1,5 +1,5 @@
-"""Recover from a failed step by repeating it with smaller micro-batches if memory ran out, or
-without torch.compile if the compilation failed.
+"""Recover from a failed step. If memory ran out, the step is repeated with smaller micro-batches.
+If the compilation failed, it is repeated without torch.compile.
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ def repeated_step(run: Run) -> Iterator[None]:
         return
     except MicroBatchTooLargeError as error:
         problem = str(error)
-        # Otherwise, the traceback would keep the tensors of the failed passes in memory.
+        # Clear the frames of the traceback, which would otherwise keep the tensors of the failed
+        # forward and backward passes in memory.
         traceback.clear_frames(error.__traceback__)
     except DivergedError:
         raise
@@ -80,15 +81,16 @@ def uncompiled_after_failure(run: Run) -> Iterator[None]:
 
 
 def _continue_uncompiled(run: Run, error: Exception) -> None:
-    """Run the rest of this call without torch.compile, which has failed.
+    """Disable torch.compile for the rest of this call to `train`, because it has failed.
 
     Raises:
         TrainingError: the user chose to compile, or the step can't be repeated.
     """
     problem = _short(str(error).split("\n\n")[0])  # Omit torch's advice.
-    # Other processes may be waiting for the gradients of this process.
+    # With several processes, the step can't be repeated, because the other processes may be waiting
+    # for the gradients of this process.
     can_repeat = run.engine.world.size == 1 and not run.program.optimizer.in_backward
-    # A compiled update may have been partly applied.
+    # If the optimizer update is compiled, it may have been partly applied before the error.
     can_repeat = can_repeat and not compiles_update(run.recipe.optimizer)
     if not (run.chose_compiling and can_repeat):
         raise TrainingError(
@@ -105,7 +107,7 @@ def _continue_uncompiled(run: Run, error: Exception) -> None:
 
 
 def _halve_micro_batch(run: Run, problem: str) -> None:
-    """Reduce the micro-batch size for the rest of this run and for runs resumed from it.
+    """Reduce the micro-batch size for the rest of this run, including after it is resumed.
 
     Raises:
         TrainingError: a micro-batch already has only one row.

@@ -1,11 +1,12 @@
-"""Direct preference optimization (DPO; Rafailov et al. 2023, arXiv 2305.18290): training on pairs
-of a chosen and a rejected answer without a reward model.
+"""Direct preference optimization (DPO; Rafailov et al. 2023, arXiv 2305.18290). The model is
+trained on pairs of a chosen and a rejected answer, without a reward model.
 
 Shape letters are those of `models/ops.py`, plus P for the pairs in a row and D = 2 P for the
 answers in a row. Each answer is a separate document; the chosen answer of a pair comes first.
 
-The references are the log-probabilities of the answers under the starting model. They are computed
-once and stored in the file
+DPO compares the model with the model from which training starts. The log-probabilities of the
+answers under that starting model are called references. They are computed once and stored in the
+file
 
     FIRSTLIGHT_CACHE (or XDG_CACHE_HOME/firstlight, or ~/.cache/firstlight) / references / KEY.json
 
@@ -68,7 +69,7 @@ def answer_log_probs(
         ignore_index=IGNORE_INDEX,
         reduction="none",
     ).view_as(labels_BT)
-    # scatter_add is not used, because its order of additions varies between runs on a GPU.
+    # Do not use scatter_add, because its order of additions varies between runs on a GPU.
     numbers_D1 = torch.arange(documents, device=labels_BT.device)[:, None]
     own_BDT = document_ids_BT[:, None] == numbers_D1
     return -torch.where(own_BDT, losses_BT[:, None], 0).sum(-1)
@@ -99,7 +100,7 @@ def pair_losses(margins: Tensor, label_smoothing: float = 0.0) -> Tensor:
         margins: reward of the chosen answer minus the reward of the rejected one; any shape.
         label_smoothing: label-smoothing coefficient; see `PreferenceConfig`.
     """
-    # log(sigmoid(x)) is not used, because it is -inf for large negative margins.
+    # Use logsigmoid, because log(sigmoid(x)) is -inf for large negative margins.
     right = -F.logsigmoid(margins)
     if not label_smoothing:
         return right
@@ -110,7 +111,7 @@ class PreferenceObjective:
     """DPO loss, with statistics of the pairs' rewards.
 
     Args:
-        config: the recipe's section.
+        config: the recipe's `preference` section.
 
     Attributes:
         log_probs: function that computes the log-probabilities, by default `answer_log_probs`. The
@@ -120,14 +121,14 @@ class PreferenceObjective:
     def __init__(self, config: PreferenceConfig) -> None:
         self.config = config
         self.log_probs: Callable[..., Tensor] = answer_log_probs
-        #: Sums since the last call to `take`, of shape [4]: rewards of the chosen answers, rewards
-        #: of the rejected answers, number of pairs in which the chosen answer has the larger
-        #: reward, number of pairs.
+        #: Sums since the last call to `take`, as a tensor of shape [4]. Its elements are the
+        #: rewards of the chosen answers, the rewards of the rejected answers, the number of pairs
+        #: in which the chosen answer has the larger reward, and the number of pairs.
         self._sums: Tensor | None = None
 
     def __call__(self, forward: Callable[..., Tensor]) -> LossFunction:
-        """Return a loss function that computes the sum of the losses over a batch's pairs, a
-        scalar.
+        """Return a loss function that computes a scalar, which is the sum of the losses of all
+        pairs in a batch.
 
         Args:
             forward: function that maps (input_ids, None, document_ids) to logits.
@@ -145,8 +146,8 @@ class PreferenceObjective:
             log_probs = self.log_probs(logits_BTV, labels, document_ids, references.shape[1])
             rewards_BP2 = rewards(log_probs, references, self.config.beta)
             there_BP = references.isfinite().view(len(references), -1, 2).all(-1)
-            # The rewards are detached, so that the sums do not keep the graph of a micro-batch in
-            # memory.
+            # Detach the rewards, so that their sums do not keep the autograd graph of a micro-batch
+            # in memory.
             self._add(rewards_BP2.detach(), there_BP)
             margins_BP = rewards_BP2[..., 0] - rewards_BP2[..., 1]
             losses_BP = pair_losses(margins_BP, self.config.label_smoothing)
@@ -157,8 +158,8 @@ class PreferenceObjective:
     def _add(self, rewards_BP2: Tensor, there_BP: Tensor) -> None:
         right_BP = (rewards_BP2[..., 0] > rewards_BP2[..., 1]) & there_BP
         counts = torch.stack((right_BP.sum(), there_BP.sum())).to(rewards_BP2)
-        # The sums stay on the device, because reading them would make the host wait for the GPU in
-        # each micro-batch.
+        # Keep the sums on the device, because copying them to the host would make it wait for the
+        # GPU in each micro-batch.
         sums = torch.cat((rewards_BP2.sum((0, 1)), counts))
         self._sums = sums if self._sums is None else self._sums + sums
 
@@ -185,12 +186,12 @@ class PreferenceObjective:
         }
 
     def forget(self) -> None:
-        """Discard the sums of an abandoned step."""
+        """Discard the sums that were collected in an abandoned step."""
         self._sums = None
 
 
-#: Version of the cache files, which is part of KEY. Increase the version if the content for a given
-#: key changes. `_MAX_BYTES` is the maximum size of a file that is read.
+#: Version of the format of the cache files. It is part of KEY, and must be increased if the content
+#: for a given key changes. `_MAX_BYTES` is the maximum size of a file that is read.
 _VERSION = 1
 _MAX_BYTES = 1 << 32
 
@@ -204,15 +205,16 @@ def give_references(
     hardware: Hardware,
     tell: Callable[[str], None],
 ) -> None:
-    """Set the references of preference pairs: their log-probabilities under the run's starting
-    model.
+    """Set the references of all splits with preference pairs. References are the log-probabilities
+    of the answers under the model from which the run starts.
 
     Args:
         recipe: a recipe whose row length, precision and attention are resolved.
         splits: the run's splits. Splits without preference pairs are left unchanged.
         model: the model to be trained, with its initial weights in a new run.
         newest: the checkpoint from which the run is resumed; None for a new run. The checkpoint
-            names the starting model, which is loaded only if its references are not in the cache.
+            contains the name of the starting model. That model is loaded only if its references are
+            not in the cache.
         started_from: identity of the starting model of a new run; None for a resumed run.
 
     Raises:
@@ -309,8 +311,9 @@ def _place(
         "pairs": [manifest_digest(dataset.manifest), dataset.split],
         "rows": [recipe.data.seq_len, dataset.long],
         "model": identity,
-        # Results with a different precision or on a different device are rounded differently. This
-        # matters because rewards are small differences between log-probabilities.
+        # Include the precision and the device in the key, because they affect how results are
+        # rounded. The rounding matters because rewards are small differences between
+        # log-probabilities.
         "computed": [recipe.efficiency.precision, hardware.device.type],
     }
     key = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:32]

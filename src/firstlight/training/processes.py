@@ -1,5 +1,5 @@
-"""Support for the processes of a run: connect them, call functions only in the main process, and
-stop early in an orderly way on a signal or at a time limit.
+"""Coordinate the processes of a run. The functions connect the processes, call functions only in
+the main process, and end the run early in an orderly way on a signal or at a time limit.
 """
 
 from __future__ import annotations
@@ -45,8 +45,7 @@ def run_processes(recipe: Recipe) -> Iterator[tuple[Hardware, Engine]]:
     Args:
         recipe: recipe of the run, which must be the same in all processes.
 
-    Yields:
-        (hardware of this process, engine that connects the processes).
+    Yields: The hardware of this process, and the engine that connects the processes.
 
     Raises:
         ConfigError: the processes have different recipes, or the engine does not support their
@@ -58,7 +57,8 @@ def run_processes(recipe: Recipe) -> Iterator[tuple[Hardware, Engine]]:
         if world.size == 1:
             hardware = find_hardware(recipe.run.device)
             if hardware.device.type == "cuda":
-                # Otherwise, code that does not select a GPU would also use memory on the first GPU.
+                # Without this call, code that does not select a GPU would also use memory on the
+                # first GPU.
                 stack.enter_context(torch.cuda.device(hardware.device))
         else:
             hardware = stack.enter_context(_join_others(recipe, world))
@@ -80,7 +80,8 @@ def _join_others(recipe: Recipe, world: World) -> Iterator[Hardware]:
         # Set the device before creating the process group, because NCCL uses the current device,
         # which is the first GPU by default.
         torch.cuda.set_device(device)
-    # Processes with different recipes would wait for each other in different collective operations.
+    # Check that all processes have the same recipe. Otherwise, they would wait for each other in
+    # different collective operations.
     text = json.dumps(recipe.model_dump(), sort_keys=True)
     with process_group(
         world,
@@ -112,8 +113,8 @@ def first_reason(reason: str | None) -> str | None:
     """Return the stop reason of the first process that has one, or None. All processes get the same
     result. This is a collective operation.
     """
-    # Exchange a flag first, because this function is called in every step, and the text is needed
-    # only in the last one.
+    # Exchange a flag first. This function is called in every step, and the reason as text is needed
+    # only in the last step.
     if not agree(reason is not None):
         return None
     return next((one for one in gather_objects(reason) if one is not None), None)
@@ -134,11 +135,12 @@ class Stopping:
     """Handler of requests to end a run early, by a signal or a time limit. Used as a context
     manager, it restores the previous signal handlers on exit.
 
-    Until `watch` is called, signals have their previous effect, and the time limit is ignored.
+    Until `watch` is called, signals are handled as they were before this object was created, and
+    the time limit is ignored.
 
     Args:
         max_minutes: time limit in minutes from the creation of this object; None means no limit.
-        shown: True to report received signals on stderr.
+        shown: True to print a message to stderr when a signal is received.
 
     Attributes:
         signal: name of the received signal, or None.
@@ -156,7 +158,8 @@ class Stopping:
         # Python allows only the main thread to set signal handlers.
         if threading.current_thread() is threading.main_thread():
             for number in _SIGNALS:
-                # None means that the handler was not set from Python, so Python can't restore it.
+                # The value is None if the handler was not set from Python. Python can't restore
+                # such a handler.
                 if signal.getsignal(number) not in (signal.SIG_IGN, None):
                     self._before[number] = signal.signal(number, self._hear)
         return self
@@ -166,15 +169,16 @@ class Stopping:
     ) -> None:
         is_handled = bool(self._before)
         self._put_back()
-        # If a signal arrived too late for the training loop, raise it again to end the program,
-        # which might otherwise start another run.
+        # If a signal arrived after the training loop last checked for one, raise it again. It then
+        # ends the program, which might otherwise start another run.
         if isinstance(error, RunReplacedError) and is_handled and self.signal:
             signal.raise_signal(signal.Signals[self.signal])
 
     def watch(self) -> None:
         """Start treating SIGTERM, SIGINT, SIGUSR1 and SIGHUP as requests to stop, and start
-        applying the time limit. A second signal has its previous effect. A signal that was ignored
-        (nohup) remains ignored. Outside Python's main thread, only the time limit applies.
+        applying the time limit. A second signal is handled as it was before this object was
+        created. A signal that was ignored (nohup) remains ignored. Outside Python's main thread,
+        only the time limit applies.
 
         Call this after the first complete step. A run that ends earlier has nothing to save, and
         every run completes at least one step even with a time limit.
@@ -185,7 +189,9 @@ class Stopping:
 
     @property
     def reason(self) -> str | None:
-        """Reason to stop: a signal's name or "max_minutes", or None."""
+        """Reason to stop, which is the name of a signal or "max_minutes", or None if there is no
+        reason.
+        """
         if self.signal is not None:
             return self.signal
         late = self._deadline is not None and time.monotonic() >= self._deadline
@@ -210,20 +216,21 @@ class Stopping:
             self._do(self._before[number], number, frame)
             return
         if name == self._early:
-            # The signal recorded before `watch` is delivered again and must not be treated as a
-            # second one.
+            # A signal that was recorded before `watch` was called is delivered again. Do not treat
+            # it as a second signal.
             self._early = None
             return
         if self.signal is None:
             self.signal = name
             if self._shown:
-                # print is not used, because Python's streams do not allow re-entrant writes.
+                # Do not use print, because Python's streams do not allow re-entrant writes.
                 try:
                     os.write(2, b"\nfinishing the step and saving; once more to stop at once\n")
                 except OSError:  # The terminal was closed.
                     silence()
             return
-        # The second signal has its previous effect, which may end the process immediately.
+        # Handle the second signal as it was handled before this object was created, which may end
+        # the process immediately.
         before = self._before[number]
         self._put_back()
         self._do(before, number, frame)

@@ -1,4 +1,4 @@
-"""Model, optimizer, loss function and methods of a recipe, set up for optimizer steps."""
+"""Set up the model, optimizer, loss function and methods of a recipe for optimizer steps."""
 
 from __future__ import annotations
 
@@ -119,9 +119,9 @@ class TrainingProgram:
             lr_scale: learning rate as a fraction of its peak.
         """
         self.optimizer.set_learning_rate(lr_scale)
-        # A previous evaluation may have disabled dropout and left parameters gathered. Check the
-        # mode first, because `train` visits all modules, and a GPU would wait for that in each
-        # step.
+        # A previous evaluation may have disabled dropout and left parameters gathered. Call `train`
+        # only if the model is not in training mode, because it visits all modules, and a GPU would
+        # wait for that in each step.
         if not self.model.training:
             self.model.train()
         self.engine.reshard()
@@ -135,11 +135,11 @@ class TrainingProgram:
             self.optimizer.zero_grad()
         self._steps += 1
         if self._steps == 1:
-            # Compilation and the optimizer's first step needed some of their memory only
-            # temporarily.
+            # Compilation and the optimizer's first step temporarily used additional memory.
             give_back_unused(self.hardware)
         every = config.empty_cache_steps
-        # Return cached blocks to the device, because their sizes may not fit any tensor.
+        # Return the allocator's cached blocks to the device, because later tensors may not fit into
+        # blocks of these sizes.
         if every and self._steps % every == 0 and self.hardware.device.type == "cuda":
             torch.cuda.empty_cache()
 
@@ -149,7 +149,8 @@ class TrainingProgram:
         lr_scale: float,
         accepts: Callable[[float, float], bool] | None = None,
     ) -> StepResult:
-        """Run one optimizer step over the micro-batches of a global batch, outside a run.
+        """Run one optimizer step over the micro-batches of a global batch. This method can be used
+        without a run.
 
         Args:
             batches: micro-batches on the device.
@@ -187,8 +188,8 @@ class TrainingProgram:
         return statistics.take(tokens)
 
     def preference_metrics(self, prefix: str) -> dict[str, float]:
-        """Return the mean rewards of the pairs since the last call, over all processes, or {} if
-        there are no pairs.
+        """Return the mean rewards of the preference pairs that all processes have used since the
+        last call. Return {} if there are no pairs.
 
         Args:
             prefix: prefix of the metric names, such as "val".

@@ -1,4 +1,4 @@
-"""Progress display of a run, with metrics, the loss curve and the latest sample text.
+"""Display the progress of a run, including its metrics, the loss curve and the latest sample text.
 
 In a terminal or a notebook, the view is updated live. In a log, one line is written per minute.
 """
@@ -37,15 +37,16 @@ from firstlight.report.summary import MOSTLY_LEARNED, memory_kind
 #: allocate memory and compile.
 _SLOW_STEPS = 2
 
-#: Maximum height in rows of the loss curve, of the sample text with its prompt, and of the figures.
+#: Maximum heights in rows of the loss curve, of the sample text with its prompt, and of the lines
+#: with figures.
 _CURVE_ROWS = 8
 _SAMPLE_ROWS = 4
 _FIGURE_ROWS = 2
 #: Minimum terminal size for showing the loss curve and more than one row of figures.
 _LEAST_COLUMNS, _LEAST_ROWS = 40, 12
-#: Width in columns of the percentage and the bar in a terminal line.
+#: Width in columns of the percentage and of the progress bar in a line of the terminal.
 _BAR_COLUMNS = 24
-#: Bit of each dot in a braille character, by row and column (Unicode 15, chapter 21.1).
+#: Bit that sets the dot in each row and column of a braille character (Unicode 15, chapter 21.1).
 _DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))
 
 
@@ -62,8 +63,8 @@ class LossCurve:
 
     def __init__(self) -> None:
         self.first_step = self.last_step = 0
-        #: (sum, count) of each mean. Entries are replaced rather than modified, because the drawing
-        #: thread reads the list while steps are added.
+        #: Pairs of a sum and a count, one for each mean. Entries are replaced rather than modified,
+        #: because the drawing thread reads the list while steps are added.
         self._parts: list[tuple[float, int]] = []
         self._steps_of_a_mean = 1
 
@@ -84,7 +85,7 @@ class LossCurve:
 
     @property
     def means(self) -> list[float]:
-        """Mean losses in order of steps."""
+        """Mean losses, in the order of the steps."""
         return [total / count for total, count in self._parts]
 
     @property
@@ -95,9 +96,8 @@ class LossCurve:
     def drawn(self, columns: int, rows: int) -> tuple[list[str], float, float]:
         """Draw the curve with braille characters.
 
-        Returns:
-            (`rows` lines of at most `columns` characters, loss at the upper edge, loss at the
-            lower edge).
+        Returns: A list of `rows` lines of at most `columns` characters, the loss at the upper edge,
+        and the loss at the lower edge.
         """
         points = _resampled(self.means, 2 * columns)
         high, low = _edges(points)
@@ -106,12 +106,12 @@ class LossCurve:
         cells = [[0] * columns for _ in range(rows)]
         before = heights[0]
         for x, y in enumerate(heights):
-            # Draw a vertical line from the height of the previous dot, so that a steep curve has no
-            # gaps.
+            # Draw a vertical line that starts at the height of the previous dot, so that a steep
+            # curve does not have gaps.
             for dot in range(min(before + (y > before), y), max(before - (y < before), y) + 1):
                 cells[dot // 4][x // 2] |= _DOTS[dot % 4][x % 2]
             before = y
-        # Remove trailing blanks, which would wrap onto a new line if the terminal were made
+        # Remove trailing spaces, which would wrap onto a new line if the user makes the terminal
         # narrower.
         texts = ["".join(chr(0x2800 + cell) if cell else " " for cell in row) for row in cells]
         return [text.rstrip() for text in texts], high, low
@@ -130,8 +130,9 @@ class LossCurve:
 
 
 def _edges(points: list[float]) -> tuple[float, float]:
-    """Return (95th percentile of the losses, lowest loss). The highest loss is not used as the
-    upper edge, because the high losses at the start of a run would flatten the rest of the curve.
+    """Return the losses at the upper and lower edges of the plot, which are the 95th percentile of
+    the losses and the lowest loss. The highest loss is not used as the upper edge, because the high
+    losses at the start of a run would flatten the rest of the curve.
     """
     ordered = sorted(points)
     return ordered[math.ceil(0.95 * (len(ordered) - 1))], ordered[0]
@@ -159,8 +160,8 @@ class RunProgress:
         max_minutes: time budget of the run in minutes, or None.
         clock: monotonic clock in seconds; None for `time.monotonic`.
         step_limit: function that returns the step at which a run with a time budget ends even if
-            time remains: the decided number of steps or, until it is decided, the limit set by the
-            recipe's steps or epochs; None for no limit.
+            time remains. This is the decided number of steps. Until that number is decided, it is
+            the limit given by `max_steps` or `epochs` in the recipe. None for no limit.
         is_settled: function that returns False while `max_steps` may still change. The total number
             of steps is shown only once it can't change.
 
@@ -202,12 +203,12 @@ class RunProgress:
         now = self._clock()
         self._done += 1
         if self._done > _SLOW_STEPS + 1:
-            # The time since the last step includes evaluations and saves, because more of them will
-            # follow.
+            # Measure the time since the last step, including evaluations and saves, because more
+            # evaluations and saves will follow.
             seconds = now - self._last_at
-            # Step n has weight n in the mean, so the mean adapts to a machine that slows down. A
-            # mean over only the last few steps would jump at each evaluation, which can take as
-            # long as many steps.
+            # Give step n a weight of n in the mean, so that the mean adapts to a machine that slows
+            # down. A mean over only the last few steps would jump at each evaluation, which can
+            # take as long as many steps.
             weight = 2 / (self._done - _SLOW_STEPS)
             self._mean_seconds += weight * (seconds - self._mean_seconds)
         self._last_at, self._record = now, record
@@ -229,14 +230,15 @@ class RunProgress:
 
     @property
     def share(self) -> float:
-        """Completed fraction of the run, from 0 to 1. For a run with a time budget, the larger of
-        the fractions of the time and of the step limit.
+        """Completed fraction of the run, from 0 to 1. For a run with a time budget, this is the
+        fraction of the time that is used or the fraction of the step limit that is reached,
+        whichever is larger.
         """
         last = self._last_step
         by_steps = 0.0 if last is None else min(float(self._record["step"]) / max(last, 1), 1.0)
         if self._budget_left is None or self._max_minutes is None:
             return by_steps
-        # Never return a smaller fraction than before: deciding the number of steps can only lower
+        # Never return a smaller fraction than before. Deciding the number of steps can only lower
         # the step limit, but a later correction may raise it.
         by_time = 1 - self._budget_left / (60 * self._max_minutes)
         return max(by_steps, by_time, self._most_share)
@@ -244,8 +246,8 @@ class RunProgress:
     @property
     def seconds_left(self) -> float | None:
         """Estimated seconds until the end of the run, based on the mean step time. For a run with a
-        time budget, at most the remaining time. None if neither is known, for example in the first
-        steps after resuming a run that exceeds its budget.
+        time budget, the estimate is at most the remaining time. None if it can't be estimated, for
+        example in the first steps after resuming a run that exceeds its budget.
         """
         # A run with a decided number of steps completes all of them, even if its time is used up.
         budget_left, last = self._budget_left or None, self._last_step
@@ -282,7 +284,7 @@ class RunProgress:
 
     @property
     def line(self) -> str:
-        """Metrics of the last step in one line, for a log."""
+        """Metrics of the last step as one line of a log."""
         record, seconds = self._record, self.seconds_left
         left = ""
         if seconds is not None and not self.is_done:
@@ -291,13 +293,15 @@ class RunProgress:
 
     @property
     def _step(self) -> str:
-        """Number of the last step, followed by the total number of steps if it is final."""
+        """Number of the last completed step, followed by the total number of steps if it can't
+        change any more.
+        """
         step = f"step {self._record['step']:,}"
         return f"{step}/{self._max_steps():,}" if self._is_settled() else step
 
     @property
     def _time_left(self) -> str:
-        """Remaining time for a terminal, or "" if it is unknown."""
+        """Remaining time as text for a terminal, or "" if it is unknown."""
         left = self.seconds_left
         return "" if left is None else f"{_clock(max(left, 1))} left"
 
@@ -317,7 +321,7 @@ class RunProgress:
 
     @property
     def time(self) -> str:
-        """Elapsed and remaining time, for a terminal."""
+        """Elapsed and remaining time, as text for a terminal."""
         budget = "" if self._max_minutes is None else f" of {_clock(60 * self._max_minutes)}"
         left = "" if self.is_done else self._time_left
         return f"{_clock(self._seconds_over)}{budget}{left and ', '}{left}"
@@ -325,7 +329,7 @@ class RunProgress:
     @property
     def figures(self) -> list[str]:
         """Metrics of the last step as text, in descending order of importance. Before the first
-        step, a note.
+        step, the list contains only a note.
         """
         record = self._record
         if "train/loss" not in record:
@@ -380,8 +384,8 @@ class RunProgress:
 
 
 def _bar(left: str, share: float, right: str, columns: int) -> str:
-    """Return a line with a progress bar in the middle. The bar is omitted if there is not enough
-    room.
+    """Return a line that contains a progress bar between two strings. The bar is omitted if the
+    line is too short for it.
     """
     text = f"{left}  {share:4.0%}  "
     room = columns - 1 - len(text) - len(right) - 2
@@ -392,7 +396,7 @@ def _bar(left: str, share: float, right: str, columns: int) -> str:
 
 
 def _fitting(parts: list[str], columns: int, rows: int) -> list[str]:
-    """Return lines that contain as many of the first `parts` as fit into `rows` rows."""
+    """Arrange `parts` in at most `rows` lines. Parts at the end that do not fit are left out."""
     lines = [parts[0]]
     for part in parts[1:]:
         if len(lines[-1]) + 2 + len(part) < columns:
@@ -436,7 +440,8 @@ def _rates(record: Mapping[str, Any]) -> str:
     return text if samples is None else f"{text}  {rounded(samples)} samples/s"
 
 
-#: Seconds before the first line of a log, and between subsequent lines.
+#: Seconds from the start until the first line of a log is written, and seconds between subsequent
+#: lines.
 _SECONDS_TO_FIRST_LINE, _SECONDS_BETWEEN_LINES = 10.0, 60.0
 #: Frames per second of the live view.
 _FRAMES_PER_SECOND = 2.0
@@ -496,8 +501,8 @@ class _TerminalView(View):
             get_renderable=(lambda: progress) if is_large else line,
             console=target,
             refresh_per_second=_FRAMES_PER_SECOND,
-            # Otherwise, rich would print stdout above the progress even if stdout is redirected to
-            # a file.
+            # Do not let rich redirect stdout. It would print stdout above the progress even if
+            # stdout is redirected to a file.
             redirect_stdout=False,
             vertical_overflow="crop",
         )
@@ -530,7 +535,8 @@ def sample_line(prompt: str, text: str, width: int) -> str:
     end = " ".join(prompt.split())
     if len(end) > most:
         end = end[-most:]
-        # Begin at a word if there is a space in the first half.
+        # If there is a space in the first half of the truncated prompt, begin after it, at the
+        # start of a word.
         first, space, rest = end.partition(" ")
         end = f"…{rest if space and 2 * len(first) < most else end}"
     return shortened(f"{end!r} -> {' '.join(text.split())!r}", width, at_space=True)
@@ -550,7 +556,8 @@ class TrainingProgress:
     def __init__(self, progress: RunProgress, *, shown: bool, is_large: bool = False) -> None:
         self._progress = progress
         self._view = _view(progress, is_large=is_large) if shown else View()
-        # A notebook and a large view include the sample text. The other views show it as a message.
+        # The notebook view and the large terminal view include the sample text. All other views
+        # show it as a message.
         draws = NotebookView if not is_large else (NotebookView, _TerminalView)
         self._shows_samples = shown and not isinstance(self._view, draws)
         self._sampled_step = -1
@@ -594,7 +601,7 @@ class TrainingProgress:
 
 #: Seconds between two updates of the output.
 _SECONDS_BETWEEN_UPDATES = 1.0
-#: Line width in characters, then width and height of the loss curve in pixels.
+#: Line width in characters, followed by the width and height of the loss curve in pixels.
 _COLUMNS = 110
 _WIDTH = 640
 _HEIGHT = 150
@@ -603,8 +610,8 @@ _MOST_MESSAGES = 40
 
 
 class NotebookView(View):
-    """Shows the progress of a run in a notebook, as a single output of the cell with the run's
-    messages above the figures.
+    """Shows the progress of a run in a notebook. The cell has a single output, in which the run's
+    messages appear above the figures.
 
     Args:
         progress: the figures of the run.
@@ -680,7 +687,9 @@ def _curve(progress: RunProgress) -> str:
 
 
 def show_picture(path: Path) -> None:
-    """Show a picture below the cell. Do nothing outside a notebook or if the file is missing."""
+    """Show an image file below the notebook cell. Do nothing outside a notebook or if the file is
+    missing.
+    """
     display = notebook_display()
     if display is not None and path.is_file():
         display(importlib.import_module("IPython.display").Image(filename=str(path)))

@@ -23,6 +23,7 @@ from firstlight.checkpoint.manifest import (
     step_folders,
 )
 from firstlight.checkpoint.selection import list_checkpoints, newest_checkpoint
+from firstlight.console import counted, time_text
 from firstlight.errors import CheckpointError, ConfigError
 from firstlight.optim.config import OPTIMIZERS
 from firstlight.optim.schedule import ScheduleConfig, resolve_schedule
@@ -35,21 +36,22 @@ from firstlight.training.starting_model import changed_keys, read_start
 from firstlight.training.state import TrainState, restore
 from firstlight.training.time_budget import length_of
 
-#: Keys of the `optimizer` section that determine the tensors of the optimizer's state.
+#: Keys of the `optimizer` section that determine which tensors the optimizer state contains.
 _STATE_KEYS: Sequence[str] = ("name", "eight_bit_library", "embeddings_in_32_bits")
 
-#: Values of keys that are missing from checkpoints of older versions.
+#: Values that are assumed for keys that a checkpoint of an older version does not contain.
 _BEFORE_THE_KEY = {"embeddings_in_32_bits": False, "adafactor_variant": "torch"}
 
-#: Entries of the data's identity that must not change, mapped to the values assumed if they are
-#: absent.
+#: Entries in the identity of the data that must not change when a run is resumed. Each entry is
+#: mapped to the value that is assumed if it is absent.
 _KEPT_OF_DATA = {
     **dict.fromkeys(("seq_len", "mix", "long", "manifest_sha256", "tokenizer_sha256")),
     "row_alignment": "stream",
 }
 
 
-#: No warning is shown if two learning rates differ by at most this fraction of the higher rate.
+#: Largest difference between the learning rates of two schedules for which no warning is shown, as
+#: a fraction of the higher rate.
 _SAME_RATE = 0.01
 
 
@@ -78,8 +80,8 @@ def take_up(run: Run, folder: Path) -> None:
     _require_same_seed(folder, before, run)
     run.take_up(checkpoint)
     run.init_from = saved.get("init_from")
-    # If the user has changed the micro-batch size, try the new size even if the old one was reduced
-    # because memory ran out.
+    # If the user has changed the micro-batch size, try the new size, even if memory ran out with
+    # the old size and firstlight reduced it.
     if before.get("batch", {}).get("micro_batch_size") != run.recipe.batch.micro_batch_size:
         run.state.micro_batch_rows = 0
     if run.recipe.batch.rows % run.micro_batch_size:
@@ -90,9 +92,8 @@ def take_up(run: Run, folder: Path) -> None:
     is_branch = folder.parent.parent.resolve() != run.folder.resolve()
     if is_branch:
         run.branch_from = folder
-    run.tell(
-        f"{'branching off' if is_branch else 'resuming from'} {folder} (step {run.state.step})"
-    )
+    verb, left = ("branching off", "") if is_branch else ("resuming from", _left(run))
+    run.tell(f"{verb} {folder} (step {run.state.step}){left}")
     # Show a warning rather than raise an error, because the checkpoint is compatible and the change
     # may be intended.
     changed = [
@@ -100,7 +101,7 @@ def take_up(run: Run, folder: Path) -> None:
         for section, values in now.items()
         if isinstance(values, dict) and isinstance(before.get(section), dict)
         for key in changed_keys(before[section], values)
-        # Keys that are missing from a checkpoint of an older version are not reported.
+        # Do not report keys that are missing from a checkpoint of an older version.
         if key != "dir" and key in before[section] and not (is_branch and section == "schedule")
     ]
     if changed:
@@ -116,6 +117,19 @@ def take_up(run: Run, folder: Path) -> None:
         )
     if not run.goes_on:
         run.tell(f"the run is complete: step {run.state.step} of {run.max_steps}")
+
+
+def _left(run: Run) -> str:
+    """Describe what is left of a run with a time budget: the time until the number of steps is
+    decided, and the steps afterwards. Return "" for other runs.
+    """
+    if run.budget is None or not run.goes_on:
+        return ""
+    if not run.schedule.is_open:
+        return f": {counted(run.max_steps - run.state.step, 'step')} left"
+    seconds = max(run.budget.seconds - run.budget.seconds_used, 0.0)
+    total = time_text(run.budget.seconds)
+    return f": {time_text(seconds)} of {total} of training time left"
 
 
 def _rate_jump(run: Run, before: Mapping[str, Any], saved: Mapping[str, Any]) -> str | None:
@@ -146,7 +160,7 @@ def _rate_jump(run: Run, before: Mapping[str, Any], saved: Mapping[str, Any]) ->
         known = None if length is None else length_of(length)
         old = resolve_schedule(config, peak, rows, run.batch, seq_len=seq_len, length=known)
     except (KeyError, TypeError, ValidationError, ConfigError):
-        return None  # The checkpoint is from an older version or has a different batch size.
+        return None  # It was written by an older version or with a different batch size.
     was = peak * old.lr_scale(step)
     now = run.recipe.optimizer.learning_rate * run.schedule.lr_scale(step)
     if abs(now - was) <= _SAME_RATE * max(now, was):
@@ -155,7 +169,8 @@ def _rate_jump(run: Run, before: Mapping[str, Any], saved: Mapping[str, Any]) ->
     # With a minimum learning rate of 0, additional steps of the old schedule would not learn
     # anything.
     falls = old.kind in ("cosine", "linear") and old.min_lr_ratio > 0
-    # A warm-up given as a fraction of the run would change with the new length.
+    # A warm-up that is given as a fraction of the run would become longer or shorter with the new
+    # number of steps.
     falls = falls and config.warmup_ratio is None
     if rounded_up:
         keeps = f" (set schedule.warmup_steps {old.warmup_steps} and no warmup_tokens to keep it)"
@@ -168,8 +183,9 @@ def _rate_jump(run: Run, before: Mapping[str, Any], saved: Mapping[str, Any]) ->
 
 
 def continue_schedule(run: Run, init_from: str | Path | None) -> None:
-    """Initialise a new run for `schedule.resume` with the weights, moments, random states and
-    schedule step of another run's checkpoint. The data starts at its first row.
+    """Initialise a new run that continues the schedule of another run (`schedule.resume`). The
+    weights, moments, random states and the position in the schedule are read from that run's
+    checkpoint. The data is read from its first row.
 
     Args:
         run: the new run.
@@ -227,9 +243,9 @@ def continue_schedule(run: Run, init_from: str | Path | None) -> None:
 
 
 def _as_written_now(saved: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the recipe stored in a checkpoint, converted to its current form. For optimizers that
-    are not 8-bit, older versions wrote false for `optimizer.embeddings_in_32_bits`, but the current
-    version writes null.
+    """Return the recipe stored in a checkpoint, converted to the form that the current version
+    writes. For optimizers that are not 8-bit, older versions wrote false for
+    `optimizer.embeddings_in_32_bits`, and the current version writes null.
     """
     optimizer = saved.get("optimizer", {})
     spec = OPTIMIZERS.get(optimizer.get("name"))
@@ -250,8 +266,8 @@ def _require_same_optimizer(folder: Path, saved: Mapping[str, Any], run: Run) ->
 def _changed_optimizer_keys(
     saved: Mapping[str, Any], run: Run, keys: Sequence[str]
 ) -> Iterator[tuple[str, Any, Any]]:
-    """Yield (key, value in the checkpoint's recipe, current value) for the keys whose values
-    differ.
+    """Yield the name, the value in the checkpoint's recipe and the current value of each key whose
+    values differ.
     """
     before, now = _BEFORE_THE_KEY | saved.get("optimizer", {}), run.recipe.optimizer.model_dump()
     return ((key, before[key], now[key]) for key in keys if before.get(key, now[key]) != now[key])
@@ -274,8 +290,8 @@ def shared_newest(
     branch_from: Path | None,
     tell: Callable[[str], None],
 ) -> Path | None:
-    """Return the checkpoint from which all processes continue. It is the run's newest checkpoint or
-    the checkpoint to branch off from. Return None for a new run.
+    """Return the checkpoint from which all processes continue. It is the run's newest checkpoint
+    or, if there is none, the checkpoint from which the run branches off. Return None for a new run.
 
     Args:
         engine: the engine of the run.
@@ -293,7 +309,7 @@ def shared_newest(
         newest = _newest_checkpoint(run_folder, resume, branch_from, tell)
         if newest is None:
             return None
-        # A trunk that is still running may have deleted the checkpoint.
+        # The run that saved the checkpoint may still be active and may have deleted the checkpoint.
         require_kept(newest)
         return str(newest)
 
@@ -357,7 +373,7 @@ def _newest_checkpoint(
                 "and is ignored"
             )
     for problem in problems:
-        # If a checkpoint is damaged, only the steps since the previous checkpoint are lost.
+        # If a checkpoint is damaged, use the previous one. Only the steps between them are lost.
         tell(f"warning: {problem}: an older checkpoint is used")
     if newest is None and branch_from is not None:
         return branch_from

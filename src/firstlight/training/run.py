@@ -1,4 +1,6 @@
-"""The `Run` class, which contains the parts of a run, its state and the metrics of its steps."""
+"""Define the `Run` class, which contains the components of a run, its state and the metrics of its
+steps.
+"""
 
 from __future__ import annotations
 
@@ -49,13 +51,10 @@ from firstlight.training.time_budget import (
 )
 from firstlight.training.trackers import Trackers
 
-#: A correction of the number of steps by less than this fraction is not shown to the user.
-_SMALL_CORRECTION = 0.05
-
 
 @dataclass(frozen=True)
 class _Read:
-    """Data read for a step.
+    """Data that has been read for a step.
 
     Attributes:
         batches: micro-batches of the step.
@@ -72,8 +71,8 @@ class _Read:
 
 @dataclass
 class Run:
-    """A run that has been set up and checked. The training loop, evaluations and saves operate on
-    this object.
+    """A run that has been set up and checked. The training loop, the evaluations and the code that
+    saves checkpoints operate on this object.
 
     Attributes:
         recipe: the resolved recipe of the run.
@@ -89,7 +88,7 @@ class Run:
         branch_from: checkpoint of another run from which this run branches off, keeping the data
             order and random states; None for other runs, including runs resumed from their own
             checkpoint.
-        held: the main process's lock on the run folder; None in other processes.
+        held: lock that the main process holds on the run folder; None in all other processes.
         advise: function that returns the reason why memory ran out and a remedy, or None. Without a
             forecaster, it always returns None.
         state: progress of the run, saved with each checkpoint.
@@ -98,12 +97,13 @@ class Run:
         evaluation: last evaluation during this call to `train`.
         last_record: metrics of the last step of this call to `train`.
         samples: sample texts of the current step, as lines of samples.jsonl.
-        unreadable: message of the error raised while reading data, or None.
-        stopped_by: reason for ending before the last step, or None.
+        unreadable: message of the error that was raised while data was read, or None.
+        stopped_by: reason why the run ends before its last step, or None.
         save_stall_seconds: seconds for which training waited for the last save.
         times: durations of the loop's steps, evaluations and saves.
         budget: the time budget, or None for runs without one.
-        generation: content of generation_config.json of the model from which the run started.
+        generation: contents of the file generation_config.json of the model from which the run
+            started.
         chose_compiling: True if the user did not choose whether the run compiles; see `loop.train`.
         loader, logs, trackers, bar: data loader, log files, trackers and progress view; set by
             `open_run`.
@@ -147,8 +147,8 @@ class Run:
             self.times = self.budget.times
         self.schedule = self._resolved_schedule()
         self.data_identity = data_identity(recipe, self.dataset, self.tokenizer)
-        # Computed for the full model, because a process may hold only a shard or a stage of the
-        # model.
+        # Compute this for the full model, because this process may hold only a shard or a pipeline
+        # stage of it.
         self._flops_per_token = train_flops_per_token(
             meta_model(self.program.model.config), self.seq_len, frozen=recipe.lora is not None
         )
@@ -187,12 +187,12 @@ class Run:
 
     @property
     def goes_on(self) -> bool:
-        """True if steps or an evaluation remain."""
+        """True if the run still has to run steps or an evaluation."""
         return self.state.pending is not None or self.has_steps_left
 
     @property
     def has_steps_left(self) -> bool:
-        """True if steps remain."""
+        """True if the run still has to run steps."""
         return self.schedule.is_open or self.state.step < self.max_steps
 
     def is_last(self, step: int) -> bool:
@@ -203,7 +203,8 @@ class Run:
         """Return True if an action that is repeated every `every_steps` steps is due after the
         current step.
         """
-        # Every action is due at the end, so that the final weights are evaluated and saved.
+        # Every action is due after the last step, so that the final weights are evaluated and
+        # saved.
         at_end = self.is_last(self.state.step)
         return at_end or (every_steps > 0 and self.state.step % every_steps == 0)
 
@@ -229,14 +230,18 @@ class Run:
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of the model's parameters and, in a resumed run, of the optimizer's state."""
+        """Size in bytes of the model's parameters and, in a resumed run, of the optimizer's
+        state.
+        """
         # A new run has no optimizer state before its first update.
         state = self.program.optimizer.state_shards() if self.saved_step >= 0 else {}
         return sum(t.nbytes for t in (*self.program.model.parameters(), *state.values()))
 
     @property
     def logged_step(self) -> int:
-        """Last step that belongs in the logs, or -1 if there is none."""
+        """Last step whose lines are kept in the logs, or -1 if there is none. Lines of later steps
+        are dropped when the logs are opened.
+        """
         # If this run has no checkpoint, existing lines in the logs belong to an earlier attempt.
         return -1 if self.saved_step < 0 else self.state.step - (self.state.pending is not None)
 
@@ -247,8 +252,8 @@ class Run:
             CheckpointError: the checkpoint does not fit the run.
         """
         self.state = restore(checkpoint, self.program)
-        # Restore the guard, so that a resumed run detects spikes at the same steps as an
-        # uninterrupted one.
+        # Restore the guard's losses and gradient norms, so that a resumed run detects spikes at the
+        # same steps as an uninterrupted run.
         self.guard.load_state_dict(checkpoint.trainer_state.get("guard", {}))
         self.saved_step, self.unsaved = self.state.step, False
 
@@ -263,8 +268,8 @@ class Run:
             self.held.require()
 
     def take_length(self) -> None:
-        """Update the schedule to the length in `budget`, and write the length to disk. This is a
-        collective operation.
+        """Change the schedule to the number of steps in `budget`, and write that number to disk.
+        This is a collective operation.
         """
         self.schedule = self._resolved_schedule()
         wait_for_main(self.engine, self.write_budget)
@@ -323,8 +328,6 @@ class Run:
         if not is_open and steps == before:
             return
         self.take_length()
-        if not is_open and abs(steps - before) < _SMALL_CORRECTION * before:
-            return  # Small corrections are recorded only in length.json.
         words = f" instead of {before:,}, to end in time"
         if is_open:
             words = f": {self.schedule.in_words(self.recipe.optimizer.learning_rate)}"
@@ -333,8 +336,9 @@ class Run:
         self.bar.message(f"step {step}: the run will have {counted(steps, 'step')}{words}")
 
     def _periodic(self, sequence_seconds: float) -> list[Periodic]:
-        """Return the evaluations and saves of the run. The duration of each of them is that of its
-        last occurrence, or an estimate if it has not occurred yet.
+        """Return the evaluations and saves of the run with their durations. The duration of an
+        evaluation or save is that of its last occurrence, or an estimate if it has not occurred
+        yet.
 
         Args:
             sequence_seconds: seconds per sequence in a training step, from which the duration of
@@ -354,7 +358,7 @@ class Run:
         if evaluation.samples_at == "evaluation":
             seconds += samples
         save, last_save = self.save_seconds
-        # If the best checkpoint is kept, a save may follow an evaluation.
+        # If the best checkpoint is kept, an evaluation may be followed by a save.
         keeps_best = self.validation is not None and checkpoint.keep_best and checkpoint.every_steps
         # The last evaluation and save have separate durations: the last evaluation is not followed
         # by an extra save of the best checkpoint, and the run waits until the last save is on disk.
@@ -387,13 +391,13 @@ class Run:
     @property
     def save_seconds(self) -> tuple[float, float]:
         """Seconds for which training waits for a regular save and for the save after the last step.
-        Both are based on the last save, or estimated if there was none.
+        The two durations are based on the last save, or estimated if there was none.
         """
         if "save" in self.times.seconds:
             save = self.times.seconds["save"]
             return save, save + self.times.write_seconds
-        # A thread writes checkpoints while training continues; the run waits only for the last
-        # checkpoint.
+        # A thread writes checkpoints while training continues. The run waits only until the last
+        # checkpoint is written.
         is_waiting = self.recipe.checkpoint.asynchronous is False
         return self._write_seconds if is_waiting else 0.0, self._write_seconds
 
@@ -426,7 +430,7 @@ class Run:
         held_out = 0 if self.validation is None else self.validation.num_rows(self.seq_len)
         return min(held_out, config.max_rows or train_rows) + min(train_rows, config.train_rows)
 
-    # Steps: read batches, update the state and write metrics
+    # Methods used in each step, which read batches, update the state and write metrics.
 
     def read_batches(self) -> list[Batch]:
         """Read the micro-batches of the next step. Return an empty list if the last step still has
@@ -448,8 +452,8 @@ class Run:
         return self._read_early.batches
 
     def put_back(self) -> None:
-        """Undo `read_early`. The batches are then used for the following steps, which may have a
-        different number of batches.
+        """Undo `read_early`. The batches are put back and used for the following steps, which may
+        have a different number of batches.
         """
         if self._read_early is not None:
             self._unused = self._read_early.batches + self._unused
@@ -469,7 +473,7 @@ class Run:
 
     @property
     def rows_read(self) -> int:
-        """Number of rows read for all steps including the current one."""
+        """Number of rows that have been read for all steps up to and including the current one."""
         return self.loader.rows_seen if self._read is None else self._read.rows
 
     def micro_batches_of(self, step: int) -> int:
@@ -489,10 +493,11 @@ class Run:
             self.state.pending = {"step": 0, "tokens_seen": 0, "epoch": 0.0}
 
     def begin_step(self) -> float:
-        """Increment the step counter, and enable gradient clipping unless the step belongs to a
-        warm-up without clipping. Return the step's learning rate as a fraction of the peak.
+        """Begin the next step by incrementing the step counter. Enable gradient clipping, unless
+        the step belongs to the part of the warm-up in which gradients are not clipped. Return the
+        step's learning rate as a fraction of the peak.
         """
-        # The schedule counts steps from 0, but the metrics count them from 1.
+        # The learning-rate schedule counts steps from 0, but the metrics count them from 1.
         lr_scale = self.schedule.lr_scale(self.state.step)
         config, optimizer = self.recipe.optimizer, self.program.optimizer
         is_warm = self.state.step >= self.schedule.warmup_steps or not config.clip_after_warmup
@@ -519,15 +524,15 @@ class Run:
         """
         state = self.state
         assert self._read is not None
-        # The passes of this step may have begun before the end of the previous step.
+        # The forward pass of this step may have begun before the end of the previous step.
         now = time.perf_counter()
         seconds = now - max(self._read.began, self._step_ended)
         self._step_ended = now
         state.tokens_seen += result.tokens
         state.skipped = result.skipped
         state.skipped_steps += result.skipped
-        # Update the count only at the end of a step, so that the rows of an interrupted step are
-        # read again.
+        # Update the number of used rows only at the end of a step, so that the rows of an
+        # interrupted step are read again.
         state.rows_seen = self.rows_read
         record = self._metrics(result, lr_scale, seconds)
         self.times.count(self.batch.at(state.step - 1))
@@ -544,11 +549,11 @@ class Run:
         state = self.state
         hardware = self.program.hardware
         sequences = self.batch.at(state.step - 1)
-        # Count all tokens of the sequences, including those without a loss, as is usual for the
-        # MFU.
+        # Count all tokens of the sequences, including tokens without a loss, as is usual for the
+        # MFU (model FLOPs utilization).
         tokens_per_second = sequences * self.seq_len / seconds
-        # Sum over all devices, including those that share sequences (tensor parallelism, pipeline
-        # stages).
+        # Sum the peak FLOP/s of all devices, including devices that work on the same sequences
+        # (tensor parallelism, pipeline stages).
         peak = peak_flops(hardware.device, program.dtype) * self.engine.world.size
         router = program.router_metrics(result.tokens)
         # Exclude the routers' auxiliary loss, so that train/loss is comparable with val/loss. A
@@ -571,8 +576,8 @@ class Run:
             "memory_bytes": peak_memory_bytes(hardware.device),
             **self._gpu.read(),
             "seconds": seconds,
-            # Reading may have taken longer than the step if the data was read during the previous
-            # step.
+            # If the data was read during the previous step, reading may have taken longer than the
+            # step itself.
             "data_wait_seconds": 0.0 if self._read is None else min(self._read.seconds, seconds),
             "save_stall_seconds": self.save_stall_seconds,
             "skipped_steps": state.skipped_steps,
@@ -590,7 +595,7 @@ class Run:
         """
         record = self.state.pending
         assert record is not None
-        # Another run may have replaced this folder.
+        # Check the folder first, because another run may have replaced it.
         self.require_folder()
         if self.budget is not None:
             record["elapsed_seconds"] = self.budget.seconds_used
@@ -606,7 +611,7 @@ class Run:
     def add_event(self, event: str, step: int, **details: Any) -> None:
         """Add a line to the run's events."""
         self.require_folder()
-        # Events are part of the state and of each checkpoint, from which a resumed run restores the
-        # file.
+        # Events are part of the state, which is saved in each checkpoint. A resumed run restores
+        # events.jsonl from the checkpoint.
         self.state.events.append({"step": step, "event": event, **details})
         self.logs.write_events(self.state.events)

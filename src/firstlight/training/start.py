@@ -104,11 +104,11 @@ def set_up(
     """Lock the run folder, and yield the run of a recipe, ready for its next step.
 
     Args:
-        recipe, resume, init_from, new_rows, branch_from: arguments of `train`.
+        recipe, resume, init_from, new_rows, branch_from: see `train`.
         hardware: the hardware of this process.
         engine: the engine that connects the processes of the run.
         shown: True to show messages to the user from the main process.
-        is_announced: True if the data has already been described to the user.
+        is_announced: True if a description of the data has already been shown to the user.
 
     Raises:
         ConfigError, DataError, ModelError, CheckpointError, StorageError: the recipe, data, model,
@@ -132,7 +132,8 @@ def set_up(
     with held(folder) if engine.is_main else contextlib.nullcontext() as held_folder:
         branch = None if branch_from is None else Path(branch_from)
         newest = shared_newest(engine, folder, resume, branch, tell=tell)
-        # A trunk that is still running may delete the checkpoint from which this run branches off.
+        # If the other run is still active, it may delete the checkpoint from which this run
+        # branches off.
         trunk = branch if newest == branch else None
         with contextlib.nullcontext() if trunk is None else reading_checkpoint(trunk):
             goes_on = resume or newest is not None
@@ -262,7 +263,8 @@ def _assembled(
 def _open_data(
     recipe: Recipe, start: str | Path | None, engine: Engine, tell: Callable[[str], None]
 ) -> tuple[Corpus, Corpus | None, Tokenizer]:
-    """Open the data. Return (training split, validation split or None, their tokenizer).
+    """Open the data. Return the training split, the validation split or None, and the tokenizer of
+    the splits.
 
     Args:
         start: the model or checkpoint from which the run starts; None for a new model.
@@ -271,7 +273,7 @@ def _open_data(
         DataError: see `open_splits`. Also raised if the shards were prepared with a different
             tokenizer.
     """
-    # One process per machine verifies the data for all processes on that machine.
+    # On each machine, a single process verifies the data for all processes of that machine.
     verify = recipe.data.verify and engine.world.local_rank == 0
     dataset, validation = open_splits(
         recipe.data.model_copy(update={"verify": verify}),
@@ -293,7 +295,8 @@ def _open_data(
 
 
 def _seed(recipe: Recipe) -> None:
-    # Also seed the generators of Python and numpy, because `on_step` may use them.
+    # Seed the generators of Python and numpy in addition to torch's, because `on_step` may use
+    # them.
     torch.manual_seed(recipe.run.seed)
     random.seed(recipe.run.seed)
     np.random.seed(recipe.run.seed % 2**32)
@@ -314,8 +317,9 @@ def _resolved(
 def _require_rows(
     recipe: Recipe, model: ModelConfig, splits: Sequence[Corpus], tell: Callable[[str], None]
 ) -> None:
-    """Raise an error if a split does not fill a row or a micro-batch does not fit in memory.
-    Otherwise, show a description of the splits. The first split is the training split.
+    """Raise an error if a split has too few tokens for a single row, or if a micro-batch does not
+    fit in memory. Otherwise, show a description of the splits. The first split is the training
+    split.
 
     Raises:
         ConfigError: a micro-batch needs more memory than the machine has.
@@ -345,7 +349,8 @@ def _require_fitting_prompts(
     evaluation.
 
     Args:
-        answered: True if the model answers prompts as messages in a conversation.
+        answered: True if prompts are formatted as messages in a conversation, which the model
+            answers.
 
     Raises:
         ConfigError: a prompt is too long for the model's context.
@@ -356,7 +361,7 @@ def _require_fitting_prompts(
         if answered and prompt.strip():
             message = {"role": "user", "content": prompt}
             count = len(tokenizer.encode_chat([message], add_generation_prompt=True))
-            # In a conversation, these tokens are reserved for the answer; see
+            # In a conversation, this number of tokens is reserved for the answer; see
             # `ChatSession.answer_room`.
             limit -= min(recipe.evaluation.sample_tokens, max(context // 4, 1)) - 1
         if count >= limit:
@@ -380,7 +385,7 @@ def _require_disk(run: Run) -> None:
     # A run with a time budget may have more steps than predicted, so assume at least one is left.
     left = max(run.max_steps - run.state.step, 1 if run.schedule.is_open else 0)
     saves = math.ceil(left / every) if every else 1
-    # The trunk's checkpoint is also copied into the run folder.
+    # The checkpoint from which the run branches off is also copied into the run folder.
     saves += run.branch_from is not None
     kept = config.keep_last
     if run.validation is not None and config.keep_best and every:
@@ -393,7 +398,7 @@ def _require_disk(run: Run) -> None:
         kept += left // config.keep_every
     one = checkpoint_bytes(run.program.optimizer.num_parameters, run.program.optimizer.state_bytes)
     # A new checkpoint is written before the oldest one is deleted. A run with a time budget also
-    # saves checkpoints at steps other than those counted above.
+    # saves checkpoints at steps that are not counted above.
     needed = one * (min(saves, kept + 1) if run.save_interval is None else kept + 1)
     if config.average_last:
         needed += checkpoint_bytes(run.program.optimizer.num_parameters, 0)
@@ -463,8 +468,9 @@ def _make_progress(run: Run) -> RunProgress:
 
 
 def _make_folder_ready(run: Run) -> None:
-    """Prepare the run folder: claim the folder, delete temporary files left by a killed run, copy
-    the checkpoint from which the run branches off, and write the recipe and the run's length.
+    """Prepare the run folder. The function claims the folder for the run, deletes temporary files
+    left by a killed run, copies the checkpoint from which the run branches off, and writes the
+    recipe and the run's length.
     """
     run_id = None
     if run.held is not None:
@@ -487,8 +493,9 @@ def _make_folder_ready(run: Run) -> None:
     if not _says(run.folder / RECIPE_NAME, run.recipe):
         text = yaml_text(run.recipe.model_dump())
         write_file(run.folder / RECIPE_NAME, text)
-    # Write the length before the logs drop the lines after the checkpoint's step. The time of the
-    # dropped steps still counts as used, and it would otherwise be lost.
+    # Write the length and the used time before the logs drop the lines after the checkpoint's step.
+    # The time of the dropped steps still counts as used, and can't be computed once their lines are
+    # gone.
     if run.budget is None:
         remove_file(run.folder / LENGTH_NAME)
     else:
@@ -534,8 +541,8 @@ def begin_run(
     *,
     is_announced: bool = False,
 ) -> None:
-    """Predict the memory, speed and length of a run, and record its start. If the run is complete,
-    do nothing.
+    """Predict the memory, speed and length of a run, and record that it has started. If the run is
+    complete, do nothing.
 
     Args:
         run: the run, inside `open_run`.
@@ -602,8 +609,8 @@ def _asked(question: Callable[[], T], tell: Callable[[str], None]) -> T | None:
 
 
 def _record_start(run: Run) -> None:
-    """Append a line for this start to starts.jsonl. If the run has no checkpoint, begin a new
-    file.
+    """Append a line that describes this start of the run to starts.jsonl. If the run does not have
+    a checkpoint, begin a new file.
     """
     path = Path(run.folder) / STARTS_NAME
     lines, problem = sound_json_lines(path) if run.saved_step > 0 else ([], None)
@@ -666,8 +673,9 @@ def _add_adapters(
 
 
 def _trained(run: Run) -> tuple[dict[str, Tensor], dict[str, Kind]]:
-    """Return the trained parameters and their kinds, keyed by name, in their full shapes. Without
-    LoRA, they are on the meta device, because an engine may store only shards of them.
+    """Return the trained parameters in their full shapes, and the kind of each parameter, both
+    keyed by name. Without LoRA, the parameters are on the meta device, because an engine may store
+    only shards of them.
     """
     model: nn.Module = run.program.model
     if run.recipe.lora is None:
@@ -676,8 +684,8 @@ def _trained(run: Run) -> tuple[dict[str, Tensor], dict[str, Kind]]:
 
 
 def _describe_start(run: Run) -> Iterator[str]:
-    """Yield lines that describe the length of the run and the learning rate and weight decay of
-    each parameter role.
+    """Yield lines that describe the length of the run, and the learning rate and weight decay of
+    each kind of parameter.
     """
     schedule = run.schedule
     optimizer = run.recipe.optimizer
@@ -705,7 +713,7 @@ def _describe_start(run: Run) -> Iterator[str]:
 
 def _machine(hardware: Hardware) -> dict[str, Any]:
     """Return the hardware and software versions as JSON values."""
-    # platform.platform() is not used, because it starts a subprocess.
+    # Do not use platform.platform(), because it starts a subprocess.
     system = os.uname()
     return {
         "device": str(hardware.device),

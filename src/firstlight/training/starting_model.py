@@ -1,5 +1,5 @@
-"""Provide the model at the start of a run, which is a new model, the model of a checkpoint or the
-model passed with --init-from.
+"""Provide the model with which a run starts. It can be a new model, the model of a checkpoint or
+the model passed with --init-from.
 
 A run with `lora` trains adapters of a frozen base model. Its checkpoints contain only the name of
 the base model, not its weights.
@@ -61,7 +61,8 @@ from firstlight.weights.loading import (
     nonfinite_tensor,
 )
 
-#: Keys of the `model` section that can change the --init-from model. They configure its positions.
+#: Keys of the `model` section that can change the config of the --init-from model. All of them
+#: configure its position encoding or its maximum number of positions.
 _POSITION_KEYS = frozenset(("max_position_embeddings", "rope_scaling", "rope_theta"))
 
 
@@ -116,7 +117,7 @@ def contradictions(recipe: Recipe, config: ModelConfig) -> list[str]:
     if not given <= _POSITION_KEYS | {"model_type"}:
         given |= {"model_type"}
     elif recipe.model.model_type == DEFAULT_FAMILY:
-        # If the recipe sets only position keys, it does not specify a family.
+        # A recipe that sets only position keys does not specify a model family.
         given -= {"model_type"}
     return [f"model.{name}" for name in found if name in given]
 
@@ -161,7 +162,7 @@ class ModelIdentity:
 
 @dataclass(frozen=True)
 class LoraBase(ModelIdentity):
-    """Base model of a run with `lora`.
+    """Frozen base model of a run with `lora`.
 
     Attributes:
         lora: the `lora` section of the run, if it differs from the recipe's section because an
@@ -174,7 +175,7 @@ class LoraBase(ModelIdentity):
 
 @dataclass(frozen=True)
 class FirstModel:
-    """Model at the start of a run.
+    """Model with which a run starts.
 
     Attributes:
         config: config of the trained model.
@@ -212,14 +213,14 @@ def first_model(
     engine: Engine,
     tell: Callable[[str], None],
 ) -> FirstModel:
-    """Return the model at the start of a run. A new model has only a config, because its weights
+    """Return the model with which a run starts. A new model has only a config, because its weights
     depend on the resolved recipe.
 
     Args:
         recipe, engine: recipe and engine of the run.
         tokenizer: the tokenizer of the data.
         newest: the checkpoint from which the run is resumed; None for a new run.
-        init_from, new_rows: arguments of `train`.
+        init_from, new_rows: see `train`.
         pairs: True if the data consists of preference pairs.
         tell: called with each message to the user.
 
@@ -262,7 +263,8 @@ def first_model(
             recipe, tokenizer, folder, init_from, new_rows=new_rows, pairs=pairs, tell=tell
         )
         identity, base = None, None
-        # Compute the hash here, so that it matches the files that were read.
+        # Compute the hash immediately after reading the weights, so that it matches the files that
+        # were read.
         if pairs:
             identity = ModelIdentity(base_name(init_from, folder), base_identity(folder))
         if recipe.lora is not None:
@@ -314,7 +316,8 @@ def read_start(init_from: str | Path, engine: Engine, read: Callable[[Path], T])
         return read_model_folder(init_from, read)
 
     def found() -> str | None:
-        # Share the path only for local folders, because each machine caches hub models separately.
+        # Send the main process's path to all processes only if it is a local folder, because each
+        # machine caches hub models separately.
         is_here = Path(init_from).expanduser().is_dir()
         return str(resolve_model_folder(init_from)) if is_here else None
 
@@ -383,7 +386,8 @@ def attach(
         model: the model, which is changed in place.
         recipe: recipe of the run.
         hardware: the device that the model will be moved to.
-        values: values of the adapters, see `fill_adapter`; empty for new adapters.
+        values: values that the adapters start with, as in `fill_adapter`; empty to initialise new
+            adapters.
 
     Raises:
         ConfigError: a target can't be adapted, or 4-bit weights are not supported on this machine.
@@ -412,8 +416,8 @@ def attach(
 
 
 def _new_config(recipe: Recipe, tokenizer: Tokenizer, engine: Engine) -> ModelConfig:
-    """Return the config of a new model: the recipe's `model` section with the tokenizer's
-    vocabulary size.
+    """Return the config of a new model. It is the recipe's `model` section with the vocabulary size
+    of the tokenizer.
 
     Raises:
         ConfigError: the section is missing, or the model does not fit in memory.
@@ -439,7 +443,7 @@ def _require_memory(config: ModelConfig, share: float) -> None:
 
     Args:
         config: config of the model.
-        share: fraction of the model that is stored by the processes of this machine together.
+        share: fraction of the model that the processes of this machine store together.
 
     Raises:
         ConfigError: the weights do not fit in memory, or their sizes exceed the limits of torch.
@@ -452,7 +456,8 @@ def _require_memory(config: ModelConfig, share: float) -> None:
     # torch raises these errors for sizes that exceed 64 bits.
     except (RuntimeError, TypeError, OverflowError) as error:
         raise ConfigError(f"model: these sizes are impossible: {error}; lower them") from error
-    # With pipeline stages, the processes of this machine store only a fraction of the model.
+    # If the run has pipeline stages, the processes of this machine store only a fraction of the
+    # model.
     needed = int(needed * share)
     if needed > memory:
         raise ConfigError(
@@ -476,7 +481,8 @@ def _resumed_config(recipe: Recipe, newest: Path, tell: Callable[[str], None]) -
     config = read_config(newest)
     multiple = saved_vocab_multiple(newest, state)
     try:
-        # The manifest verifies that the files are unchanged, but not that they match each other.
+        # The checkpoint's manifest shows that the files are unchanged. It does not show that they
+        # match each other.
         if is_sharded_checkpoint(newest):
             fitting_model(config, newest, multiple)
         else:
@@ -557,7 +563,7 @@ def _starting_model(
                 "convert "
                 f"{init_from} --to hf --out DIR`, and start from DIR"
             )
-        # A tokenizer may have more tokens than its model has rows.
+        # A tokenizer may have more tokens than the embedding of its model has rows.
         before = min(old.vocab_size, loaded.model.config.vocab_size)
         copied_from = _copied_token(new_rows, old)
         if copied_from is not None and copied_from >= before:
@@ -581,8 +587,8 @@ def _starting_model(
 def _continued(
     lora: LoraConfig, adapter: Adapter, init_from: str | Path, tell: Callable[[str], None]
 ) -> LoraConfig:
-    """Return the `lora` section for training an adapter further: the adapter's settings, with the
-    recipe's dropout and quantization.
+    """Return the `lora` section with which an existing adapter is trained further. It contains the
+    adapter's settings, with dropout and quantization from the recipe.
 
     Raises:
         ConfigError: the adapter's files replace an embedding or head of the base model that is not
@@ -600,17 +606,17 @@ def _continued(
 
 
 def continued_lora(lora: LoraConfig, found: LoraConfig, tell: Callable[[str], None]) -> LoraConfig:
-    """Return the settings of an existing adapter, with dropout and quantisation from the recipe's
-    `lora` section if it sets them. If other keys of the section differ from the adapter's, show a
-    warning that names them.
+    """Return the settings of an existing adapter. Dropout and quantisation are taken from the
+    recipe's `lora` section if it sets them. If other keys of the section differ from the adapter's,
+    show a warning that names them.
     """
     own = {key: getattr(lora, key) for key in {"dropout", "quantize"} & lora.model_fields_set}
     found = found.model_copy(update=own)
     others = [k for k in sorted(lora.model_fields_set) if getattr(lora, k) != getattr(found, k)]
     if _token_ids(lora) <= _token_ids(found):
-        # If the adapter covers all of the recipe's tokens, this key is not reported. It may differ
-        # because tokens were added when the run started, or because adapter files contain full
-        # table names.
+        # Do not report `trainable_token_indices` if the adapter includes all tokens that the recipe
+        # lists. The values may differ because tokens were added when the run started, or because
+        # adapter files contain full table names.
         others = [key for key in others if key != "trainable_token_indices"]
     if others:
         tell(f"warning: ignored: {', '.join(f'lora.{key}' for key in others)}")

@@ -25,7 +25,7 @@ from firstlight.parallel.engine import Engine
 from firstlight.training.program import TrainingProgram
 from firstlight.weights.loading import file_name, file_tensors
 
-#: Prefix of the names of random generator states among a checkpoint's tensors.
+#: Prefix of the names of the tensors in which a checkpoint stores the states of random generators.
 RNG_PREFIX = "rng."
 #: Number of 32-bit words in the state of numpy's generator, MT19937.
 _NUMPY_WORDS = 624
@@ -57,8 +57,8 @@ def restore_torch_random_states(states: Mapping[str, Tensor]) -> None:
 
 
 def states_of_ranks(engine: Engine) -> dict[str, Tensor]:
-    """Return the results of `torch_random_states` for all ranks (`engine.rank`). This is a
-    collective operation.
+    """Return the states of the random generators of all ranks; see `torch_random_states`. The rank
+    is `engine.rank`. This is a collective operation.
 
     The states of rank 0 have the names used by `torch_random_states`. The names of other states
     include the rank. Processes that share the same sequences (tensor parallelism, pipeline stages)
@@ -78,8 +78,9 @@ def states_of_ranks(engine: Engine) -> dict[str, Tensor]:
 
 
 def states_to_write(engine: Engine, words: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the states that this process writes into a sharded checkpoint: its part of
-    `states_of_ranks` and, in the main process, also the states of Python and numpy.
+    """Return the states that this process writes into a sharded checkpoint: the states of torch's
+    generators for its rank and, in the main process, also the states of Python's and numpy's
+    generators.
 
     Args:
         engine: the engine of the run.
@@ -123,15 +124,14 @@ def python_random_states() -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Return the states of Python's and numpy's global generators. Training does not use them, but
     `on_step` may.
 
-    Returns:
-        (words of the states as int64 tensors, the rest of the states as JSON values).
+    Returns: The words of the states as int64 tensors, and the rest of the states as JSON values.
     """
     version, words, next_gauss = random.getstate()
     tensors = {f"{RNG_PREFIX}python": torch.tensor(words)}
     rest: dict[str, Any] = {"python": {"version": version, "next_gauss": next_gauss}}
     numpy = np.random.get_state(legacy=False)
     assert isinstance(numpy, dict)
-    if numpy["bit_generator"] == "MT19937":  # Otherwise, the user has set a different generator.
+    if numpy["bit_generator"] == "MT19937":  # Other generators, set by the user, are not saved.
         keys = numpy["state"]["key"].astype(np.int64)
         tensors[f"{RNG_PREFIX}numpy"] = torch.from_numpy(keys)
         rest["numpy"] = {
@@ -166,8 +166,8 @@ def restore_python_random_states(words: Mapping[str, Tensor], rest: Mapping[str,
     if "numpy" in rest:
         keys = words[f"{RNG_PREFIX}numpy"]
         found = rest["numpy"]
-        # With an all-zero state, numpy can loop forever. With an invalid position, it reads out of
-        # bounds.
+        # Check the state first. If it consists of zeros, numpy can loop forever. If its position is
+        # invalid, numpy reads out of bounds.
         if len(keys) != _NUMPY_WORDS or (keys >> 32).any() or not keys.any():
             raise ValueError(f"numpy's state is not {_NUMPY_WORDS} words of 32 bits")
         if type(found["position"]) is not int or not 0 <= found["position"] <= len(keys):
@@ -176,7 +176,8 @@ def restore_python_random_states(words: Mapping[str, Tensor], rest: Mapping[str,
         np.random.set_state(("MT19937", keys.numpy().astype(np.uint32), *legacy))
 
 
-#: Largest count in a valid trainer state, up to which floats represent every integer exactly.
+#: Largest count that a valid trainer state can contain. A float can represent every integer up to
+#: this count.
 _MOST_COUNTED = 2**53
 #: Numeric keys that the metrics of every step contain in all versions.
 _RECORDED = ("learning_rate", "tokens_per_second", "memory_bytes")
@@ -188,7 +189,7 @@ class TrainState:
 
     Attributes:
         step: number of completed optimizer steps.
-        tokens_seen: number of valid tokens trained on.
+        tokens_seen: number of valid tokens on which the model was trained.
         rows_seen: number of data rows used so far, including those of rolled-back steps.
         skipped: True if the last step was skipped.
         skipped_steps: number of skipped steps so far.
@@ -196,8 +197,8 @@ class TrainState:
             recipe's value.
         val_loss: validation loss after the last step; None if it was not measured.
         best_val_loss: lowest validation loss measured after any step; None before the first one.
-        pending: metrics of the last step while they are incomplete, for example before its
-            evaluation; None after they are written.
+        pending: metrics of the last step until they are complete and written. They are incomplete,
+            for example, until the evaluation after the step has ended. None after they are written.
         events: lines of events.jsonl in order, such as divergences, rollbacks and out-of-memory
             events.
     """
@@ -255,7 +256,7 @@ def restore(checkpoint: Checkpoint, program: TrainingProgram) -> TrainState:
         raise CheckpointError(
             f"the checkpoint's random-number states are damaged: {error}".splitlines()[0]
         ) from error
-    # Only checkpoints of fp16 runs contain a loss scale.
+    # A checkpoint contains a loss scale only if the run uses fp16.
     if program.scaler is not None and saved.get("loss_scale") is not None:
         program.scaler.load_state_dict(saved["loss_scale"])
     return state
@@ -268,7 +269,7 @@ def _restore_tensors(
     elsewhere = program.engine.absent_parameters(program.model)
     if program.recipe.lora is not None:
         try:
-            # Fully trained modules may have master weights.
+            # Modules that are fully trained in addition to the adapters may have master weights.
             with (
                 program.optimizer.master_weights(changed=True),
                 full_parameters(program.model, changed=True),
@@ -291,7 +292,7 @@ def _restore_tensors(
 
 
 def _saved_state(saved: Mapping[str, Any]) -> TrainState:
-    """Return the run's state, read from a checkpoint's trainer state.
+    """Read the run's state from the trainer state of a checkpoint.
 
     Raises:
         CheckpointError: a key is missing, or a value is invalid.
@@ -315,7 +316,7 @@ def _saved_state(saved: Mapping[str, Any]) -> TrainState:
         raise CheckpointError(f"trainer_state.json is damaged: {error}") from error
     for name in ("step", "tokens_seen", "rows_seen", "skipped_steps", "micro_batch_rows"):
         count = getattr(state, name)
-        # isinstance is not used, because it would accept JSON's true as an int.
+        # Compare the exact type, because isinstance would accept JSON's true as an int.
         if type(count) is not int or not 0 <= count <= _MOST_COUNTED:
             raise CheckpointError(f"trainer_state.json is damaged: {name} is {count!r:.100}")
     if state.skipped_steps > state.step:
@@ -348,9 +349,11 @@ def _is_record(pending: Any, step: int) -> bool:
         isinstance(pending, dict)
         and pending.get("step") == step
         and all(type(value) in (int, float, bool, type(None)) for value in pending.values())
-        # Formatting an int beyond the largest float would raise an error.
+        # Reject an int that is larger than the largest float, because formatting it would raise an
+        # error.
         and all(abs(value or 0) <= sys.float_info.max for value in pending.values())
-        # Step 0, the evaluation before the first step, has no step metrics.
+        # Step 0 is the evaluation before the first step. Its record does not contain the metrics of
+        # a step.
         and (step == 0 or all(type(pending.get(key)) in (int, float) for key in _RECORDED))
         and (step == 0 or "train/loss" in pending)
     )

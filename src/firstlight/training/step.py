@@ -1,4 +1,4 @@
-"""A single optimizer step for any loss function, optimizer and number of micro-batches."""
+"""Run a single optimizer step with any loss function, optimizer and number of micro-batches."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class StepResult:
             preference pairs. For models with experts, the load-balancing loss times its coefficient
             is included.
         grad_norm: L2 norm of the gradient before clipping.
-        tokens: number of valid tokens in all processes.
+        tokens: number of valid tokens in the step, over all processes.
         skipped: True if the step was rejected or the scaled gradients overflowed. In this case,
             parameters and moments are unchanged.
     """
@@ -50,10 +50,10 @@ class Passes:
     clipping and the update.
 
     Attributes:
-        loss_sum: summed loss, a scalar tensor on the device.
-        tokens: number of valid tokens in all processes.
+        loss_sum: loss summed over all valid tokens or pairs, as a scalar tensor on the device.
+        tokens: number of valid tokens in the step, over all processes.
         terms: number of valid tokens or pairs in all processes.
-        scale: factor by which the loss was multiplied.
+        scale: factor by which the loss was multiplied before the backward pass.
     """
 
     loss_sum: Tensor
@@ -92,10 +92,11 @@ def train_step(
         skips_only_infinite: True if `accepts` returns True for every finite step. A GPU then
             applies the update while the host waits for the loss and gradient norm, and `accepts` is
             called afterwards.
-        passes: result of the passes over the batches if they have already been run; None to run
-            them.
+        passes: result of the forward and backward passes over `batches` if they have already been
+            run; None to run them.
         run_ahead: called after all work of the step has been submitted to a GPU and before the host
-            waits for the loss. It may run the passes of the next step, and returns True if it did.
+            waits for the loss. It may run the forward and backward passes of the next step. If it
+            did, it must return True.
 
     Raises:
         DivergedError: the loss or gradient is not finite, and neither `scaler` nor `accepts` can
@@ -123,7 +124,8 @@ def train_step(
         is_ahead = False
         if is_begun:
             numbers = torch.stack((loss.double(), norm.double()))
-            # The same check as in `_update`, but on the GPU.
+            # Check on the GPU that the loss and the gradient norm are finite. `_update` makes the
+            # same check on the host.
             optimizer.step(found_inf=(~numbers.isfinite().all()).float())
             read = numbers.tolist if run_ahead is None else download(numbers)
             is_ahead = run_ahead is not None and run_ahead()
@@ -160,7 +162,7 @@ def run_passes(
     scale = 1.0 if scaler is None else scaler.scale
     optimizer.zero_grad()
     try:
-        # A pipeline schedules the passes of its stages itself.
+        # An engine for pipeline parallelism schedules the passes of its stages itself.
         total = engine.run_schedule(loss_sum, batches, terms / scale)
         for number, batch in enumerate(batches if total is None else [], start=1):
             # Gradients are reduced across processes only in the last backward pass.
@@ -171,7 +173,7 @@ def run_passes(
             optimizer.accumulate()
             # Clone the loss, because CUDA graphs write the next loss to the same memory.
             total = loss.detach().clone() if total is None else total + loss.detach()
-            del loss, scaled  # Free the graph before the next pass or the update.
+            del loss, scaled  # Free the autograd graph before the next forward pass or the update.
         assert total is not None
         return Passes(total, tokens, terms, scale)
     except (RuntimeError, MemoryError) as error:
@@ -201,7 +203,8 @@ def _update(
     # The sum of the absolute values is infinite or NaN if either value is not finite, so a single
     # comparison covers all cases.
     finite = abs(result.loss) + abs(result.grad_norm) < math.inf
-    # The loss scale causes overflows of scaled gradients, so they are not passed to the guard.
+    # Do not pass a step whose scaled gradients overflow to the guard, because the loss scale causes
+    # such overflows.
     if scaler is not None and not finite:
         accepted = False
     else:
@@ -225,8 +228,8 @@ def _update(
 
 
 def _repeatable_problem(error: Exception, optimizer: Optimizer, engine: Engine) -> str:
-    """Return the message of an out-of-memory error if the step can be repeated. Raise any other
-    error.
+    """If `error` is an out-of-memory error and the step can be repeated, return its message.
+    Otherwise, raise the error.
     """
     # If the backward pass updates parameters, some updates may have been applied. With several
     # processes, the other processes may be waiting for the gradients of this process. In both

@@ -1,5 +1,5 @@
-"""Runs with a time budget in minutes, whose number of steps is derived from the durations of steps,
-evaluations and saves.
+"""Support runs that have a time budget in minutes. The number of steps of such a run is derived
+from the durations of its steps, evaluations and saves.
 
 The number of steps is predicted at the start, decided when the learning rate begins to depend on
 it, and corrected if the speed changes afterwards. The decided number is written to disk before a
@@ -38,31 +38,33 @@ from firstlight.run_log.reader import read_length, sound_json_lines
 from firstlight.training.processes import on_main
 from firstlight.training.program import TrainingProgram
 
-#: Parts of the training loop, other than steps, whose durations are measured. They are the
-#: generation of the first text of a process and of two more texts of `PROBE_TOKENS` tokens, the
-#: writing of a file of `PROBE_BYTES`, sample texts, loss evaluations, task evaluations and saves.
+#: Names of the parts of the training loop, other than steps, whose durations are measured. The
+#: first four parts are run only to predict other durations. They generate the first tokens of a
+#: process, generate two more sequences of `PROBE_TOKENS` tokens, and write a file of `PROBE_BYTES`
+#: bytes. The remaining parts are sample texts, loss evaluations, task evaluations and saves.
 Part = Literal[
     "first text", "short text", "long text", "file", "samples", "evaluation", "tasks", "save"
 ]
 
-#: Estimates used until measurements are available. FORWARD_SHARE is the duration of a sequence in
-#: an evaluation, as a fraction of its duration in a training step. WRITTEN_PER_SECOND is the number
-#: of bytes of a checkpoint that are written and verified per second.
+#: Estimates used until measurements are available. FORWARD_SHARE is the time that an evaluation
+#: takes per sequence, as a fraction of the time that a training step takes per sequence.
+#: WRITTEN_PER_SECOND is the speed at which a checkpoint is written and verified, in bytes per
+#: second.
 FORWARD_SHARE = 0.35
 WRITTEN_PER_SECOND = 150e6
 
-#: The duration of the first sample texts is predicted from generating two texts of these lengths,
-#: in tokens. Two lengths are needed to separate the time per token from the fixed cost per text,
-#: which includes copying the weights.
+#: Lengths in tokens of two sequences that are generated in order to predict the duration of the
+#: first sample texts. Two lengths are needed to separate the time per token from the fixed time per
+#: sequence, which includes copying the weights.
 PROBE_TOKENS = (1, 9)
 
-#: The duration of the first checkpoint is predicted from writing a file of this size, in bytes.
+#: Size in bytes of a file that is written in order to predict how long the first checkpoint takes.
 PROBE_BYTES = 1 << 26
 
 
 def sampled_token_seconds(token_seconds: float) -> float:
-    """Estimate the seconds per generated token, before any text has been generated. Generating a
-    token requires reading all weights.
+    """Estimate how many seconds it takes to generate a token, before any text has been generated.
+    Generating a token requires reading all weights.
 
     Args:
         token_seconds: seconds per token in a training step.
@@ -92,7 +94,7 @@ def save_interval(seconds: float, save_seconds: float) -> float:
 #: compile. Later steps are called settled steps.
 _SLOW_STEPS = 2
 
-#: Maximum number of settled steps whose times are stored.
+#: Maximum number of steps, after the slow first steps of a process, whose times are stored.
 _MOST_STEPS = 10_000
 
 
@@ -104,10 +106,10 @@ class LoopTimes:
         clock: monotonic clock in seconds.
 
     Attributes:
-        steps: (sequences, seconds) of each of the latest settled steps, including waits for data
-            and logs.
-        slow_steps: (sequences, seconds) of each of the first steps, including waits for data and
-            logs.
+        steps: number of sequences and duration in seconds of each of the latest settled steps. The
+            duration includes waits for data and logs.
+        slow_steps: number of sequences and duration in seconds of each of the first steps. The
+            duration includes waits for data and logs.
         settled_steps: total number of settled steps.
         settled_seconds: total seconds of all settled steps.
         seconds: seconds of the last occurrence of each part; parts that have not occurred are
@@ -134,8 +136,8 @@ class LoopTimes:
 
     @property
     def compile_seconds(self) -> float:
-        """Difference in seconds between the durations of the first steps and of the same number of
-        settled steps. For a compiled run, this is the compile time. At least one settled step is
+        """Seconds by which the first steps took longer than the same number of settled steps would
+        have taken. For a compiled run, this is the compile time. At least one settled step is
         required.
         """
         each = statistics.median(seconds / sequences for sequences, seconds in self.steps)
@@ -147,12 +149,12 @@ class LoopTimes:
         if self._begun is None:
             self._begun = now
         if self._sequences:
-            # Measure from the beginning of one step to the beginning of the next. This includes
-            # waits for data and logs, but not the other parts of the loop, which are timed
-            # separately.
+            # Measure the time from the beginning of one step to the beginning of the next one. It
+            # includes waits for data and logs. The time of evaluations, saves and other separately
+            # timed parts is excluded.
             seconds = now - self._step_began - self._apart
-            # The first steps compile, allocate memory and read files that the system has not cached
-            # yet.
+            # Store the first steps separately. They are slower because they compile, allocate
+            # memory and read files that the system has not cached yet.
             if len(self.slow_steps) < _SLOW_STEPS:
                 self.slow_steps.append((self._sequences, seconds))
             else:
@@ -164,8 +166,8 @@ class LoopTimes:
         self._sequences = 0
 
     def count(self, sequences: int) -> None:
-        """Set the number of sequences in the current step. A step without this call is not
-        timed.
+        """Set the number of sequences in the current step. A step for which this method is not
+        called is not timed.
         """
         self._sequences = sequences
 
@@ -180,8 +182,8 @@ class LoopTimes:
         finally:  # An evaluation may end in a rollback, after which the run continues.
             taken = self._clock() - began
             self._apart += taken
-        # The duration is not stored if the work was interrupted, because it would not predict the
-        # next duration.
+        # If the work was interrupted, do not store its duration, because it does not predict how
+        # long complete work takes.
         self.seconds[name] = taken
 
 
@@ -189,19 +191,20 @@ class LoopTimes:
 #: damaged line.
 _MOST_SECONDS = 3e10
 
-#: Minimum number of settled steps before the number of steps is decided, and minimum total duration
-#: of these steps in seconds. In short runs, the minimum duration is a fraction of the time budget.
+#: Minimum number of steps, after the slow first steps of a process, that must be measured before
+#: the number of steps of the run is decided. The second constant is the minimum total duration of
+#: these steps in seconds. In short runs, the minimum duration is a fraction of the time budget.
 _FEWEST_STEPS = 8
 _FEWEST_SECONDS = 30.0
 _FEWEST_SHARE = 0.02
 
-#: After this fraction of the remaining time, fewer settled steps are sufficient. This rule is meant
-#: for runs that consist of a few long steps.
+#: After this fraction of the remaining time, fewer measured steps are sufficient. This rule is
+#: meant for runs that consist of a few long steps.
 _ENOUGH_SHARE = 0.2
 
 #: Fraction of the run's step limit (`max_steps`, `epochs`) after which the number of steps may be
-#: decided even if the steps were too fast to reach the minimums above. Such a run ends at its step
-#: limit, long before its time is used up.
+#: decided even if the steps were too fast to reach the minimums above. Such a run reaches its step
+#: limit long before its time is used up.
 _QUICK_SHARE = 0.2
 
 #: Number of times per run that the number of steps is predicted in order to check whether it must
@@ -212,8 +215,8 @@ _CHECKS = 500
 #: checked again. _TOLERANCE is the largest difference between the predicted end of the run and the
 #: time budget that does not cause a correction, as a fraction of the budget. In simulations of
 #: machines that became three times slower or faster during the decay, runs missed the budget by 2%.
-#: With checks after half of the remaining steps, they missed it by 20%. With checks after an eighth
-#: of them, the number of steps was corrected up to twice as often.
+#: When the check took place after half of the remaining steps, runs missed the budget by 20%. When
+#: it took place after an eighth of them, the number of steps was corrected up to twice as often.
 _CHECK_SHARE = 0.25
 _TOLERANCE = 0.02
 
@@ -228,7 +231,8 @@ class Periodic:
     Attributes:
         every_steps: number of steps between occurrences; 0 if the work is done only at the end.
         seconds: duration in seconds of each occurrence before the end of the run.
-        last_seconds: duration in seconds of the occurrence after the last step.
+        last_seconds: duration in seconds of the occurrence at the end of the run, after the last
+            step.
     """
 
     every_steps: int
@@ -288,15 +292,17 @@ def seconds_of_steps(
 def mean_sequence_seconds(steps: Sequence[tuple[int, float]], ahead: float) -> float:
     """Return the mean seconds per sequence in a step, averaged over the most recent steps.
 
-    The mean covers a period half as long as the time to be predicted, but at most half of the time
-    so far. The mean therefore adapts quickly if a machine becomes slower, and excludes the start of
-    a run, when processors are still cool and fast.
+    The mean covers the most recent steps, over a period that is half as long as the time to be
+    predicted. The period is at most half of the time since the first step. The mean therefore
+    adapts quickly if a machine becomes slower, and excludes the start of a run, when processors are
+    still cool and fast.
 
     The duration of a step is limited to twice the median, because a machine that stalled once is
     not expected to stall again.
 
     Args:
-        steps: (sequences, seconds) of each step, at least one.
+        steps: number of sequences and duration in seconds of each step. At least one step is
+            required.
         ahead: duration of the steps to be predicted, in seconds.
     """
     recent: list[tuple[int, float]] = []
@@ -319,12 +325,13 @@ class TimeBudget:
         length: the predicted or decided number of steps.
         seconds_used: seconds spent in the training loop by earlier processes of the run.
         times: durations measured in this process.
-        most_steps: step limit of the run, regardless of the time; None for no limit.
+        most_steps: largest number of steps that the recipe allows, even if time remains; None for
+            no limit.
         is_new: True if `length` is a first, rough prediction.
 
     Attributes:
         seconds: the time budget in seconds.
-        most_steps: step limit of the run; None for no limit.
+        most_steps: largest number of steps that the recipe allows; None for no limit.
     """
 
     def __init__(
@@ -372,7 +379,7 @@ class TimeBudget:
 
     @property
     def record(self) -> dict[str, Any]:
-        """Length of the run as JSON values."""
+        """Contents of length.json, as JSON values."""
         length = self.length
         record: dict[str, Any] = {
             "max_minutes": self._config.max_minutes,
@@ -462,8 +469,8 @@ class TimeBudget:
         number changes if the run would miss its time budget by more than 2%, because the machine
         has become slower or faster.
 
-        At least half of the remaining steps are kept, so that the learning rate does not drop
-        abruptly. For the arguments, see `decided_steps`.
+        A check never removes more than half of the remaining steps, so that the learning rate does
+        not drop abruptly. For the arguments, see `decided_steps`.
         """
         assert isinstance(self.length, DecidedLength)
         max_steps, left = self.length.max_steps, self.seconds - self.seconds_used
@@ -497,7 +504,8 @@ def predicted_steps(
     """
     sequences = 60 * max_minutes * tokens_per_second / seq_len
     none: Sequence[Periodic] = ()
-    # With one second per sequence, the number of sequences equals the time in seconds.
+    # At one second per sequence, the time in seconds that is passed below equals the number of
+    # sequences.
     return steps_in_time(sequences, 0, 1.0, batch, periodic=none)
 
 
@@ -518,7 +526,7 @@ def recorded_length(run_folder: Path, saved: Mapping[str, Any]) -> dict[str, Any
     # A run that began without a time budget did not record elapsed_seconds. In this case, use the
     # total duration of its steps.
     steps_took = 0.0
-    # Errors in the file are reported when the logs are opened.
+    # Ignore errors in the log here. They are reported when the logs are opened.
     lines, _ = sound_json_lines(run_folder / METRICS_NAME)
     for line in lines:
         steps_took += _seconds(line.get("seconds"))
@@ -534,7 +542,7 @@ def _seconds(value: object) -> float:
 
 
 def length_of(record: Mapping[str, Any]) -> PredictedLength:
-    """Return the number of steps stored in a `TimeBudget.record`.
+    """Return the number of steps in a record of a run's length; see `TimeBudget.record`.
 
     Raises:
         CheckpointError: the record lacks a key.
@@ -569,7 +577,7 @@ def budget_of(
         program: program of the run.
         folder: the run folder.
         newest: checkpoint from which the run is resumed or branches off; None without a checkpoint.
-        rows_per_epoch: number of rows in the training split.
+        rows_per_epoch: number of rows (sequences of `seq_len` tokens) in the training split.
         resumed: False for a new run, whose record in the folder is ignored.
 
     Raises:
@@ -590,7 +598,7 @@ def budget_of(
         # unchanged.
         if (record.get("max_minutes"), record.get("most_steps")) == (minutes, most):
             return record
-        # This is a new run, or a resumed run with a different time budget. A resumed run keeps the
+        # The run is new, or it is resumed with a different time budget. A resumed run keeps the
         # time that it has already used.
         rate = _usual_tokens_per_second(recipe, program)
         steps = predicted_steps(minutes, rate, batch, recipe.data.seq_len)
@@ -608,7 +616,9 @@ def budget_of(
 
 
 def _usual_tokens_per_second(recipe: ResolvedRecipe, program: TrainingProgram) -> float:
-    """Roughly predict the speed from a typical MFU, for runs without a forecast."""
+    """Predict the speed of a run without a forecast. The prediction is rough and assumes a typical
+    MFU (model FLOPs utilization).
+    """
     peak = peak_flops(program.hardware.device, program.dtype) * program.engine.world.size
     model = meta_model(program.model.config)
     flops = train_flops_per_token(model, recipe.data.seq_len, frozen=recipe.lora is not None)

@@ -1,5 +1,6 @@
-"""Trackers of a run: TensorBoard, Weights & Biases, MLflow and trackio. Each tracker has a thread
-that follows the run's logs and passes new steps to the tracker's library.
+"""Send the metrics of a run to experiment trackers: TensorBoard, Weights & Biases, MLflow and
+trackio. Each tracker has a thread that follows the run's logs and passes new steps to the tracker's
+library.
 
 The logs are the queue between the training loop and the trackers. The loop never waits for a
 tracker, and a slow tracker does not miss any steps. If a tracker fails, the failure is reported
@@ -37,12 +38,12 @@ from firstlight.run_log.reader import LineFollower, StepFollower
 #: one.
 PROJECT = "firstlight"
 
-#: Metrics of a step, and the sample texts generated after it.
+#: Metrics of a step, and the sample texts that were generated after the step.
 Step = tuple[Mapping[str, Any], Sequence[Mapping[str, Any]]]
 
 
 class Tracker(Protocol):
-    """Interface of a tracker. Each method may raise any error of the tracker's library.
+    """Interface of a tracker. Its methods can raise any error that the tracker's library raises.
 
     Attributes:
         is_mirror: True if the tracker mirrors the run's logs. Such a tracker is reopened at each
@@ -110,7 +111,7 @@ class TensorboardTracker:
 
     Scalars are stored in fp32. The sample texts of a step are named `samples/0`, `samples/1` and so
     on. The wall time of an event is the start time of the run plus the training time up to the
-    event. Pauses between a stop and a resumption are excluded.
+    event. The time between stopping and resuming a run is not counted.
     """
 
     is_mirror = True
@@ -140,7 +141,7 @@ class TensorboardTracker:
         self._records = RecordWriter(self._file)
         self._seconds = float(began)
         self._add(Event(file_version="brain.Event:2"))
-        # Make TensorBoard drop the steps in earlier files of the run.
+        # Make TensorBoard discard the steps that it has read from earlier files of the run.
         self._add(Event(session_log=SessionLog(status=SessionLog.START)))
         recipe = yaml_text(dict(config))
         self._add(Event(summary=text_pb("recipe", fenced(recipe))))
@@ -215,7 +216,7 @@ class WandbTracker:
                 dir=os.environ.get("WANDB_DIR", str(folder)),
                 config=dict(config),
                 mode=mode,
-                # Otherwise, a run that the caller has opened would be ended.
+                # Without this setting, wandb would end a run that the caller has opened.
                 reinit="create_new",
                 resume="allow",
                 settings=wandb.Settings(console="off"),
@@ -244,8 +245,9 @@ class WandbTracker:
         self._run.finish(exit_code=int(failed))
 
 
-#: Characters that MLflow does not allow in metric names, and its limits on the number of metrics
-#: and parameters per call and on the length of a parameter's value.
+#: Characters that MLflow does not allow in the names of metrics. The constants after that are
+#: MLflow's limits on the number of metrics and parameters per call and on the length of a
+#: parameter's value.
 _MLFLOW_NAME = re.compile(r"[^\w\-. :/]")
 _MLFLOW_METRICS = 1000
 _MLFLOW_PARAMETERS = 100
@@ -309,7 +311,7 @@ class MlflowTracker:
 
 
 def _leaves(config: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, str]]:
-    """Yield (`section.key`, value as text) for each key of a recipe."""
+    """Yield the name, in the form `section.key`, and the value as text of each key of a recipe."""
     for key, value in config.items():
         if isinstance(value, Mapping):
             yield from _leaves(value, f"{before}{key}.")
@@ -384,8 +386,8 @@ LIBRARIES: dict[str, type[Tracker]] = {
 
 TRACKERS_NAME = "trackers"
 
-#: Maximum number of seconds that a tracker can take after the end of a run, without and with a
-#: checkpoint to store.
+#: Maximum number of seconds that a tracker can take after the end of a run. The first limit applies
+#: without a checkpoint to store, and the second with one.
 _SECONDS, _SECONDS_WITH_CHECKPOINT = 60.0, 900.0
 #: Seconds to wait for a tracker before showing a message.
 _SECONDS_UNSAID = 3.0
@@ -511,13 +513,14 @@ class _TrackerThread(threading.Thread):
                 is_over = self.run_is_over.wait(_SECONDS_BETWEEN)
                 steps = follower.new()
                 if tracker.is_mirror and steps and steps[0][0]["step"] <= begun:
-                    # The logs have been rewritten, because the run rolled back to a checkpoint.
+                    # The run has rolled back to a checkpoint and has therefore rewritten the logs.
                     tracker.open(run_id, folder, self._config)
                     begun = -1
                 for part in _parts(steps, begun):
                     begun = part[-1][0]["step"]
-                    # Record the step before the write. If this process is killed between the two,
-                    # these steps are missing from the tracker, but no step is written twice.
+                    # Record the last step before writing. If this process is killed after recording
+                    # and before writing, these steps are missing from the tracker, but no step is
+                    # written twice.
                     _note(state, begun=begun)
                     tracker.write(part)
                     _note(state, done=begun)
@@ -601,13 +604,13 @@ class Trackers:
     ) -> None:
         for thread in self._threads:
             thread.has_failed_run = error is not None
-            # Notify all trackers before waiting for the first one, so that they finish
-            # concurrently.
+            # Tell all trackers that the run is over before waiting for the first one, so that they
+            # finish concurrently.
             thread.run_is_over.set()
         with self._redirected:
             try:
                 self._wait()
-            finally:  # This also happens if Ctrl-C interrupts the wait.
+            finally:  # Abandon the remaining trackers even if Ctrl-C interrupts the wait.
                 GIVEN_UP.update(thread.name for thread in self._threads if thread.is_alive())
 
     def give_checkpoint(self, checkpoint: Path) -> None:
@@ -624,7 +627,7 @@ class Trackers:
                 self._tell(f"warning: {thread.name} has failed: {thread.error} ({_has(thread)})")
 
     def _wait(self) -> None:
-        """Wait for the trackers to finish, and abandon those that take too long."""
+        """Wait for the trackers to finish, and abandon trackers that take too long."""
         with_checkpoint = any(thread.checkpoint is not None for thread in self._threads)
         limit = _SECONDS_WITH_CHECKPOINT if with_checkpoint else _SECONDS
         began = time.monotonic()
@@ -640,8 +643,8 @@ class Trackers:
         self.check()
 
     def _running_at(self, end: float) -> list[_TrackerThread]:
-        """Return the trackers that are still running at a given time. Return earlier if all
-        trackers have finished.
+        """Wait until a given time or until all trackers have finished, and return the trackers that
+        are still running.
         """
         for thread in self._threads:
             thread.join(max(end - time.monotonic(), 0.0))

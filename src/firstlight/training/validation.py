@@ -1,4 +1,6 @@
-"""Evaluations during a run: loss on held-out data, sample texts, and task scores."""
+"""Evaluate the model during a run. Evaluations measure the loss on held-out data, generate sample
+texts and score the model on tasks.
+"""
 
 from __future__ import annotations
 
@@ -36,13 +38,13 @@ def evaluate(run: Run, check: Callable[[], None]) -> None:
     """Run the evaluations of losses, sample texts and tasks that are due after this step. Before
     the first step, only losses are evaluated, unless the run has no steps.
 
-    In a run with a time budget, the first evaluation of a process also generates a text of two
-    tokens as a warm-up. If no sample texts are due, it then generates two more short texts, from
-    which the duration of sample texts is predicted. All of these texts are discarded.
+    In a run with a time budget, the first evaluation of a process also generates two tokens as a
+    warm-up. If no sample texts are due, it then generates two more short sequences, from which the
+    duration of sample texts is predicted. All of these sequences are discarded.
 
     Args:
-        run: the run. Metrics are added to `state.pending`, and texts to `samples`.
-        check: called between batches and between parts of a text. It may raise an error.
+        run: the run. Metrics are added to `run.state.pending`, and sample texts to `run.samples`.
+        check: called between batches and repeatedly while text is generated. It may raise an error.
 
     Raises:
         DivergedError: a loss or the model's output is not finite.
@@ -62,8 +64,9 @@ def evaluate(run: Run, check: Callable[[], None]) -> None:
         and run.budget is not None
         and prompts
     ):
-        # The duration of a process's first text includes initial allocations and imports. Measure
-        # it separately, because it must not affect the decided number of steps.
+        # When a process generates text for the first time, the duration includes allocations and
+        # imports that happen only once. Measure this separately, because it must not affect the
+        # decided number of steps.
         with run.times.part("first text"):
             _sample(run, prompts[0], 2, check)
         if not samples_due:
@@ -87,7 +90,9 @@ def evaluate(run: Run, check: Callable[[], None]) -> None:
 
 
 def evaluations_due(run: Run) -> tuple[bool, bool, bool]:
-    """Return whether losses, sample texts and task scores are due after the current step."""
+    """Return three booleans: whether losses, sample texts and task scores are due after the current
+    step.
+    """
     config, step = run.recipe.evaluation, run.state.step
     is_start = step == 0 and not run.is_last(0)
     losses_due = run.is_due(config.every_steps)
@@ -99,7 +104,7 @@ def evaluations_due(run: Run) -> tuple[bool, bool, bool]:
 
 
 def _write_samples(run: Run, check: Callable[[], None]) -> None:
-    """Generate a text for each prompt of the recipe's `evaluation` section."""
+    """Generate sample text for each prompt of the recipe's `evaluation` section."""
     config, step = run.recipe.evaluation, run.state.step
     for prompt in config.sample_prompts:
         text = _sample(run, prompt, config.sample_tokens, check)
@@ -108,20 +113,20 @@ def _write_samples(run: Run, check: Callable[[], None]) -> None:
 
 
 def _sample(run: Run, prompt: str, tokens: int, check: Callable[[], None]) -> str:
-    """Generate a text of at most `tokens` tokens for a prompt.
+    """Generate at most `tokens` tokens of text for a prompt.
 
     Raises:
         DivergedError: the model's output is not finite.
     """
     program = run.program
-    # Use the same seed in all evaluations, so that differences between texts are caused only by the
-    # weights.
+    # Use the same seed in all evaluations, so that only the weights cause differences between the
+    # generated samples.
     sampling = SamplingConfig(tokens, run.recipe.evaluation.temperature, top_k=50, seed=0)
     loaded, text = _loaded(program.model, run.tokenizer, run.folder), ""
     try:
         with autocast(program.hardware.device, program.dtype), _any_attention(program):
-            # A model trained on conversations answers the prompt as a message. A blank prompt is
-            # continued as text.
+            # If the model is trained on conversations, pass the prompt as a message that the model
+            # answers. A blank prompt is continued as plain text.
             if run.dataset.has_examples and prompt.strip():
                 pieces = ChatSession(loaded, settings=sampling).answer(prompt)
             else:
@@ -162,14 +167,15 @@ def _take_validation(
 
     Args:
         run: the run.
-        found: evaluation of the validation split.
-        by_corpus: evaluation of each corpus in a mix, keyed by name; empty without a mix.
+        found: result of the evaluation on the validation split.
+        by_corpus: result for each corpus in a mix, keyed by the name of the corpus; empty without a
+            mix.
     """
     state = run.state
     preferred = run.program.preference_metrics("val")
     rows, best = f"({found.rows:,} of {found.total_rows:,} rows)", state.best_val_loss
     run.evaluation, state.val_loss = found, found.loss
-    if state.step:  # The untrained model can't be the best checkpoint.
+    if state.step:  # Step 0 is ignored, because an untrained model can't be the best checkpoint.
         state.best_val_loss = found.loss if best is None else min(best, found.loss)
     if best is not None and found.loss > best:
         rows = f"{rows}, lowest so far {best:.4f}"
@@ -198,8 +204,8 @@ def _score(run: Run, check: Callable[[], None]) -> None:
     """Score the model on the tasks of the recipe's `evaluation` section."""
     program, record = run.program, _record(run)
     loaded = _loaded(program.model, run.tokenizer, run.folder)
-    # Use a larger batch than in training, because task texts are short and nothing is stored for a
-    # backward pass.
+    # Use a larger batch than in training, because the sequences of tasks are short and no
+    # activations are stored for a backward pass.
     texts = 4 * run.recipe.batch.rows
     for task in run.tasks:
         try:
@@ -213,7 +219,7 @@ def _score(run: Run, check: Callable[[], None]) -> None:
 
 
 def _record(run: Run) -> dict[str, Any]:
-    """Return the step's metrics, to which the evaluations add their results."""
+    """Return the metrics of the current step, to which the evaluations add their results."""
     assert run.state.pending is not None
     return run.state.pending
 
@@ -242,9 +248,8 @@ def evaluate_dataset(
         max_rows: maximum number of rows to evaluate, which are spread evenly over the split; 0 for
             all rows.
 
-    Returns:
-        (evaluation of the split, evaluations of the corpora in a mix, keyed by name). The second
-        value is {} without a mix.
+    Returns: The result for the split, and a dict with the result for each corpus in a mix, keyed by
+    the name of the corpus. The dict is empty without a mix.
 
     Raises:
         DivergedError: a loss is not finite.
@@ -290,8 +295,9 @@ def mixed_evaluation(
 
     Args:
         parts: weight of each corpus.
-        found: evaluation of each corpus, all with the same split, seq_len and document_masking.
-        bits_a_nat: `TokenDataset.bits_a_nat` of each corpus.
+        found: result for each corpus. All results must have the same split, seq_len and
+            document_masking.
+        bits_a_nat: value of `TokenDataset.bits_a_nat` for each corpus.
     """
     total = sum(parts)
     loss = math.fsum(p * one.loss for p, one in zip(parts, found, strict=True)) / total
@@ -335,9 +341,9 @@ def tasks_of(recipe: Recipe, model: Model, tokenizer: Tokenizer) -> list[Task]:
 
 @contextlib.contextmanager
 def _any_attention(program: TrainingProgram) -> Iterator[None]:
-    """Use the sdpa attention backend instead of flash or cudnn. Those backends do not support the
-    masks of texts that continue a cached context, and cuDNN would create a plan for each text
-    length (see `varying_lengths`).
+    """Use the sdpa attention backend instead of flash or cudnn. The flash and cudnn backends do not
+    support the masks that are needed when text continues a cached context. In addition, cuDNN would
+    create a plan for each text length (see `varying_lengths`).
     """
     backend = program.recipe.efficiency.attention
     if backend not in ("flash", "cudnn"):
