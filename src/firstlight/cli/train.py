@@ -414,9 +414,9 @@ def train_command(arguments: tuple[str, ...], as_json: bool, **options: Any) -> 
     Each recipe key is also an option, such as --optimizer.learning_rate 3e-4.
 
     SIGTERM, Ctrl-C and SIGUSR1 stop the run after the current step. The run saves a checkpoint and
-    exits with code 75. To continue, repeat the command; with a recipe, add --resume. A second
-    signal stops it at once. Create `save-now` in the run folder to save a checkpoint. A diverged
-    run exits with code 76.
+    exits with code 75. To continue, repeat the command; recipes need --resume. A second signal
+    stops it at once. Create `save-now` in the run folder to save a checkpoint. A diverged run exits
+    with code 76.
     """
     from firstlight.data.sources import missing_input, special_input, special_kind
 
