@@ -88,7 +88,9 @@ def progress_bar(*columns: ProgressColumn, shown: bool = True) -> Progress:
     return Progress(
         TextColumn("{task.description}"),
         BarColumn(),
-        TaskProgressColumn("{task.percentage:>3.0f}%"),  # empty if the total is unknown
+        TaskProgressColumn(
+            "{task.percentage:>3.0f}%"
+        ),  # This column is empty if the total is unknown.
         *columns,
         TimeRemainingColumn(),
         console=target,

@@ -359,7 +359,7 @@ def _api_key(file: Path | None) -> bytes | None:
 
 def _say_ready(url: str, service: Service, options: ServerOptions, as_json: bool) -> None:
     scheduler = service.scheduler
-    # A browser does not send the API key, so it can't open the page.
+    # Browsers do not send the API key, so they can't open the page.
     page = f", chat page: {url}/" if options.api_key is None else ""
     say(f"serving {options.model_name}; API: {url}/v1{page} (Ctrl-C stops the server)")
     say(

@@ -502,10 +502,10 @@ def _train_recipe(
         if plan is not None:
             recipe = _planned(recipe, start["resume"], start["init_from"])
         start |= {"branch_from": branch_from, "progress": True, "forecaster": forecaster}
-        assert recipe.run.dir is not None  # set by `load_recipe` and `cooldown_recipe`
+        assert recipe.run.dir is not None  # This key is set by `load_recipe` and `cooldown_recipe`.
         folder = Path(recipe.run.dir).expanduser()
-        # Don't suggest repeating the command of a cooldown, because it could then branch off from a
-        # newer checkpoint.
+        # Do not suggest repeating the command for a cooldown, because the cooldown could then
+        # branch off from a newer checkpoint.
         again = (
             f"continue with firstlight train {shlex.quote(str(folder / 'recipe.yaml'))} --resume"
         )
