@@ -88,9 +88,8 @@ def progress_bar(*columns: ProgressColumn, shown: bool = True) -> Progress:
     return Progress(
         TextColumn("{task.description}"),
         BarColumn(),
-        TaskProgressColumn(
-            "{task.percentage:>3.0f}%"
-        ),  # This column is empty if the total is unknown.
+        # This column is empty if the total is unknown.
+        TaskProgressColumn("{task.percentage:>3.0f}%"),
         *columns,
         TimeRemainingColumn(),
         console=target,
