@@ -1,12 +1,12 @@
 """firstlight: from raw text to your own language model.
 
-Run all steps from a folder of texts to a trained model:
+Train a model on a folder with text files, in one call:
 
     import firstlight
 
     run = firstlight.train_texts("my_texts/", budget="30m")
 
-Or run the steps individually:
+Or call the individual steps:
 
     tokenizer = firstlight.train_tokenizer(texts, vocab_size=4096)
     firstlight.prepare(["corpus/"], tokenizer, "data/corpus")
@@ -14,9 +14,9 @@ Or run the steps individually:
     print(firstlight.evaluate("runs/recipe").bits_per_byte)
     print(firstlight.generate("runs/recipe", "Once upon a time").text)
 
-Public names are imported on first use, so `import firstlight` itself is fast. It sets the
-environment variable GOMP_SPINCOUNT and, on a machine with an NVIDIA GPU, PYTORCH_ALLOC_CONF. torch
-reads these variables when it is imported.
+Public names are imported when they are first used, so `import firstlight` itself is fast. It sets
+the environment variable GOMP_SPINCOUNT and, on machines with an NVIDIA GPU, PYTORCH_ALLOC_CONF.
+These variables are read when torch is imported.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    # `as` makes each name public for type checkers.
+    # `import X as X` marks the name as public for type checkers.
     from firstlight.conversion.convert import Conversion as Conversion
     from firstlight.conversion.convert import convert as convert
     from firstlight.data.chat import ChatOptions as ChatOptions
@@ -67,7 +67,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-#: Public names that are imported on first use, grouped by module.
+#: Public names that are imported when they are first used, grouped by module.
 _PUBLIC = {
     "conversion.convert": ["Conversion", "convert"],
     "data.chat": ["ChatOptions", "prepare_chat"],
@@ -98,8 +98,8 @@ _MODULES = {name: f"firstlight.{module}" for module, names in _PUBLIC.items() fo
 
 __all__ = sorted(_MODULES)
 
-# By default, torch's threads spin while they wait. If other programs keep the CPU busy, a training
-# step then takes ten times as long.
+# By default, torch's threads spin while they wait. A training step then takes ten times as long if
+# other programs keep the CPU busy.
 _environment = importlib.import_module("firstlight.hardware.environment")
 _environment.set_at_import()
 

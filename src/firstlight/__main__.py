@@ -1,4 +1,4 @@
-"""Entry point of `python -m firstlight`, which is the same as the `firstlight` command."""
+"""Entry point of `python -m firstlight`, which is equivalent to the `firstlight` command."""
 
 import sys
 

@@ -1,7 +1,8 @@
-"""Print messages and progress bars on stderr, and format and parse numbers and durations.
+"""Print messages and show progress bars on stderr. Format and parse numbers and durations.
 
-Notebooks display stderr as errors, so messages are shown as cell output there. stdout is reserved
-for results such as generated text, tables, or the JSON object that `--json` prints.
+Notebooks display output on stderr as errors, so messages are displayed as cell output in notebooks.
+stdout is used only for results, such as generated text, tables or the JSON object that `--json`
+prints.
 """
 
 from __future__ import annotations
@@ -40,8 +41,8 @@ def console() -> Console:
 
 
 def notebook_display() -> Callable[..., Any] | None:
-    """Return IPython's `display` function inside a notebook kernel, and None elsewhere."""
-    # In a notebook, IPython has already been imported.
+    """Return IPython's `display` function if this process is a notebook kernel, otherwise None."""
+    # In a notebook kernel, IPython has already been imported.
     interactive = sys.modules.get("IPython")
     shell = interactive.get_ipython() if interactive is not None else None
     if getattr(shell, "kernel", None) is None:
@@ -53,9 +54,9 @@ def notebook_display() -> Callable[..., Any] | None:
 def say(message: str, *, end: str = "\n") -> None:
     """Print a message to stderr, followed by `end`.
 
-    The message is printed as plain text. Markup is not interpreted, and `visible` replaces control
-    characters. If stderr is not writable, for example because a pipe or terminal was closed, the
-    program continues without messages.
+    The message is printed as plain text. Rich markup is not interpreted, and control characters are
+    replaced by `visible`. If stderr is not writable, for example because a pipe or terminal was
+    closed, the program continues without messages.
     """
     message = visible(message)
     if (display := notebook_display()) is not None:
@@ -69,24 +70,26 @@ def say(message: str, *, end: str = "\n") -> None:
 
 def silence() -> None:
     """Discard all further output to stderr."""
-    with contextlib.suppress(OSError, ValueError):  # ValueError: the stream has no file descriptor
+    # A ValueError means that the stream has no file descriptor.
+    with contextlib.suppress(OSError, ValueError):
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, sys.stderr.fileno())
         os.close(nowhere)
 
 
 def progress_bar(*columns: ProgressColumn, shown: bool = True) -> Progress:
-    """Return a progress bar on stderr that shows a description, the percentage, `columns` and the
-    remaining time. Tasks without a total show neither percentage nor remaining time.
+    """Return a progress bar on stderr. It shows a description, the percentage, the given columns
+    and the remaining time. A task without a total has no percentage and no remaining time.
 
-    The bar is shown only in a terminal. If stderr is a log file, the caller should print messages
-    instead.
+    The bar is shown only if stderr is a terminal. If stderr is a file, the caller should print
+    messages instead.
     """
     target = console()
     return Progress(
         TextColumn("{task.description}"),
         BarColumn(),
-        TaskProgressColumn("{task.percentage:>3.0f}%"),  # empty if the total is unknown
+        # This column is empty if the total is unknown.
+        TaskProgressColumn("{task.percentage:>3.0f}%"),
         *columns,
         TimeRemainingColumn(),
         console=target,
@@ -95,8 +98,9 @@ def progress_bar(*columns: ProgressColumn, shown: bool = True) -> Progress:
     )
 
 
-#: Format characters that do not affect other text. They are the joiners that many scripts and emoji
-#: need, the soft hyphen, Arabic and Syriac number signs, and the tags of flag emoji.
+#: Format characters that are safe to display, because they do not change how other text is
+#: displayed. They are the joiners that many scripts and emoji need, the soft hyphen, Arabic and
+#: Syriac number signs, and the tags of flag emoji.
 _HARMLESS = re.compile("[\u200c\u200d\u00ad\u0600-\u0605\u06dd\u070f\U000e0020-\U000e007f]")
 #: Unicode categories of control and format characters, surrogates, and line and paragraph
 #: separators.
@@ -104,7 +108,7 @@ _ACTING = {"Cc", "Cf", "Cs", "Zl", "Zp"}
 
 
 def visible(text: object) -> str:
-    """Return text in a form that is safe to display.
+    """Return a form of the text that is safe to display.
 
     Control characters, bidirectional formatting characters and surrogates are replaced with their
     code points, such as '⟨U+202E⟩'. Tabs and line breaks are kept; "\\r\\n" becomes "\\n".
@@ -156,8 +160,8 @@ def gib(size: float, beside: float = 0) -> str:
 
     Args:
         size: size in bytes.
-        beside: a second size in bytes that is shown next to `size`. The larger of the two
-            determines the unit, so that both are shown in the same unit.
+        beside: a second size in bytes, which is shown next to `size`. The larger of the two sizes
+            determines the unit, so that they are shown in the same unit.
     """
     count = size / 2**30
     if max(size, beside) >= 2**30:
@@ -172,7 +176,8 @@ def shortened(text: str, width: int, *, at_space: bool = False) -> str:
     Args:
         text: text to truncate.
         width: maximum number of characters.
-        at_space: True to cut the text at its last space, unless that space is in the first half.
+        at_space: True to truncate the text at a space, unless the last space is in the first half
+            of the text.
     """
     if len(text) <= width:
         return text

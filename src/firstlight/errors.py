@@ -1,11 +1,11 @@
-"""Errors that firstlight raises for its users.
+"""Error classes for errors that users can fix.
 
-Each message describes what is wrong, where, and how to fix it. The command line prints it as one
-line and exits with `exit_code`.
+Each message describes what is wrong, where it is, and how to fix it. The command line prints the
+message as one line, and exits with the code `exit_code`.
 
-    FirstlightError            base class of the others; a ValueError
+    FirstlightError            base class of the others, derived from ValueError
     ├── InputError             a path or an input text that is missing or unreadable
-    ├── ConfigError            an invalid recipe, option or combination
+    ├── ConfigError            an invalid recipe, option or combination of options
     ├── TokenizerError         damaged or mismatched tokenizer files
     ├── DataError              token shards that are damaged, empty or don't fit the model
     ├── ModelError             a model folder whose weights or config.json can't be used
@@ -23,24 +23,24 @@ import errno
 import re
 from collections.abc import Iterable
 
-#: Exit code of `firstlight train` for a run that was stopped early and saved a checkpoint; running
-#: the same command again resumes it (EX_TEMPFAIL in sysexits.h).
+#: Exit code of `firstlight train` for a run that was stopped early and saved a checkpoint.
+#: Repeating the command resumes the run. The number is EX_TEMPFAIL in sysexits.h.
 STOPPED_EXIT_CODE = 75
 #: Exit code of `firstlight train` for a run that diverged.
 DIVERGED_EXIT_CODE = 76
-#: Advice that is part of each message about a diverged run.
+#: Advice that is part of every message about a diverged run.
 DIVERGED_REMEDY = "lower optimizer.learning_rate or lengthen schedule.warmup_steps"
 
-#: Maximum number of characters in a message. Longer messages are shortened, because a message can
-#: quote a name from a damaged file, and such a name can have any length.
+#: Maximum number of characters in a message. Longer messages are truncated. A message can quote a
+#: name from a damaged file, and such a name can have any length.
 _MAX_CHARS = 2000
 
 
 class FirstlightError(ValueError):
-    """Base class of all errors that are meant for users.
+    """Base class of all errors that are shown to users.
 
-    The message is reduced to one line of printable characters, so it can't contain terminal control
-    sequences.
+    The message is converted to one line of printable characters, so it can't contain terminal
+    control sequences.
     """
 
     exit_code = 1
@@ -50,55 +50,55 @@ class FirstlightError(ValueError):
 
 
 class InputError(FirstlightError):
-    """A path that does not exist, can't be read, or has no usable content."""
+    """A path does not exist or can't be read, or its content can't be used."""
 
 
 class ConfigError(FirstlightError):
-    """An invalid recipe, option or combination of them."""
+    """A recipe or an option is invalid, or options contradict each other."""
 
     exit_code = 2
 
 
 class TokenizerError(FirstlightError):
-    """Tokenizer files that are missing, damaged or of an unknown kind."""
+    """Tokenizer files are missing, damaged or of an unknown kind."""
 
 
 class DataError(FirstlightError):
-    """Token shards that are missing, damaged, empty, too short or made with a different
+    """Token shards are missing, damaged, empty or too short, or were prepared with a different
     tokenizer.
     """
 
 
 class ModelError(FirstlightError):
-    """A model folder whose config.json or weights can't be used."""
+    """The config.json or the weights of a model folder can't be used."""
 
 
 class CheckpointError(FirstlightError):
-    """A run folder or checkpoint that can't be used or would be overwritten."""
+    """A run folder or checkpoint can't be used or would be overwritten."""
 
 
 class HubError(FirstlightError):
-    """An upload that failed or that the Hugging Face hub rejected."""
+    """An upload failed or was rejected by the Hugging Face hub."""
 
 
 class StorageError(FirstlightError):
-    """A file system error when writing."""
+    """A file can't be written, for example because the disk is full."""
 
 
 class TrainingError(FirstlightError):
-    """A run that can't continue. Its last good checkpoint is untouched."""
+    """A training run can't continue. Its last good checkpoint is kept."""
 
 
 class RunReplacedError(Exception):
-    """Raised by a run's `on_step` callback to end the run, because another run will replace it.
+    """Raised by the `on_step` callback of a run to end the run because another run will replace it.
 
-    The exception has no effect if a signal has already stopped the run. In that case the run saves
-    a checkpoint and ends as usual.
+    If a signal has already stopped the run, this exception is ignored, and the run saves a
+    checkpoint and ends as usual.
     """
 
 
 class MissingDependencyError(FirstlightError):
-    """An optional package that is needed but not installed."""
+    """An optional package is required but not installed."""
 
     def __init__(self, package: str, extra: str, purpose: str) -> None:
         super().__init__(
@@ -107,8 +107,8 @@ class MissingDependencyError(FirstlightError):
         self._asked = (package, extra, purpose)
 
     def __reduce__(self) -> tuple[type[MissingDependencyError], tuple[str, str, str]]:
-        # Without this method, unpickling in another process would call the constructor with the
-        # message as its only argument, and fail.
+        # Without this method, unpickling the error in another process would fail, because the
+        # constructor would be called with the message as its only argument.
         return type(self), self._asked
 
 
@@ -122,27 +122,28 @@ def _shown(text: str) -> str:
 
 
 def nearest(word: str, known: Iterable[str], likeness: float = 0.5) -> str:
-    """Return `" (did you mean 'x'?)"` for the known name that is most similar to `word`, or `""` if
-    no name is similar enough.
+    """Return a suggestion such as `" (did you mean 'x'?)"` with the known name that is most similar
+    to `word`. Return `""` if no known name is similar enough.
 
     Args:
-        word: an unknown name.
-        known: the known names.
-        likeness: minimum similarity, a `difflib` ratio from 0 to 1.
+        word: unknown name.
+        known: known names.
+        likeness: minimum similarity of the two names, as a `difflib` ratio from 0 to 1.
     """
     names = list(known)
-    # The word "every" should suggest "every_steps", although "keep_every" is closer by edit
-    # distance.
+    # For the word "every", suggest "every_steps", although the edit distance to "keep_every" is
+    # smaller.
     begun = [name for name in names if name.startswith(f"{word}_")]
     match = difflib.get_close_matches(word, begun or names, n=1, cutoff=likeness)
     return f" (did you mean '{match[0]}'?)" if match else ""
 
 
 def describe_os_error(error: OSError) -> str:
-    """Describe an error in one line that names the failure and the path. For common errors, such as
-    a full disk or a denied permission, also suggest a remedy."""
-    # Users don't know about the temporary files that `files/atomic.py` writes, so name the final
-    # file instead. For a copy, `filename2` is the target.
+    """Describe an error in one line, which contains the reason and the path. For common errors,
+    such as a full disk or a denied permission, the line also contains advice.
+    """
+    # Report the name of the final file instead of that of a temporary file written by
+    # `files/atomic.py`, which users do not know about. For a copy, `filename2` is the target.
     path = error.filename2 or error.filename or ""
     name = re.sub(r"\.tmp-([^/]+)-[0-9a-f]{8}", r"\1", str(path))
     where = f" at {name}" if name else ""
@@ -164,8 +165,8 @@ def describe_os_error(error: OSError) -> str:
 def describe_read_error(error: OSError) -> str:
     """Describe an error that occurred while reading an input file.
 
-    The description is the same as that of `describe_os_error`, except for a denied permission. In
-    this case, the advice is to make the file readable.
+    The description is that of `describe_os_error`, except if the permission was denied. In this
+    case, the advice is to make the file readable.
     """
     if error.errno in (errno.EACCES, errno.EPERM):
         where = f" at {error.filename}" if error.filename else ""
@@ -188,11 +189,13 @@ _LACK_OF_MEMORY = (
 
 
 def lacks_memory(error: BaseException) -> bool:
-    """Return True if an error means that a device ran out of memory. Does not import torch."""
+    """Return True if an error means that a device ran out of memory. This function does not import
+    torch.
+    """
     if isinstance(error, MemoryError):
         return True
     if isinstance(error, OSError) and error.errno is not None:
-        # Check only the error number, because the error text can contain a file name.
+        # Check only the error number, because the error message can contain a file name.
         return error.errno == errno.ENOMEM
     # oneDNN reports errors about a "primitive descriptor" for unsupported operators or dtypes, not
     # for a lack of memory.
@@ -203,5 +206,7 @@ def lacks_memory(error: BaseException) -> bool:
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of a library's error, or the name of its class if it has no text."""
+    """Return the first line of an error message from a library, or the name of the error's class if
+    the message is empty.
+    """
     return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -1,4 +1,4 @@
-"""The base class of all sections of a recipe and of all model configurations."""
+"""Base class of all recipe sections and all model configs."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from pydantic import BaseModel, ConfigDict
 class Section(BaseModel):
     """An immutable pydantic model that rejects unknown keys, wrong types, NaN and infinity.
 
-    The docstring below a key becomes `model_fields[key].description`, which is shown by
-    `firstlight train --help-all` and on the reference pages.
+    The docstring below a key is used as `model_fields[key].description`. It is shown by `firstlight
+    train --help-all` and on the reference pages.
     """
 
     model_config = ConfigDict(

@@ -1,12 +1,13 @@
-"""The command line, with one module per command or group of related commands.
+"""The command line interface. Each module defines a command or a group of related commands.
 
-Modules import torch inside the functions that need it, because the import takes several seconds.
+The modules import torch inside functions that need it, because importing torch takes several
+seconds.
 """
 
 from firstlight.hardware.environment import require_fork
 
-# Check for `os.fork` first, because the command modules import modules that do not exist on
-# Windows.
+# Check for `os.fork` before the commands are imported, because they import modules that do not
+# exist on Windows.
 try:
     require_fork()
 except ImportError as error:

@@ -20,20 +20,22 @@ from firstlight.files.atomic import write_file, write_json
 C = TypeVar("C", bound=Callable[..., Any])
 
 
-#: Decorator that adds the options of a class in `firstlight.bench.rows`; see `config_options`.
+#: Decorator that adds options for the fields of a class in `firstlight.bench.rows`. The arguments
+#: are those of `config_options`.
 bench_options = functools.partial(config_options, only_on=True)
 
-#: Options shared by the benchmarks that train for a few steps. In --help, they are listed before
-#: the options of the benchmark itself.
+#: Options of all benchmarks in which models are trained for a few steps. In --help, they are listed
+#: before the options that are specific to a benchmark.
 STEPS_OPTIONS = ("model", "seq_len", "micro_batch_size", "steps", "repeats")
 
 
 def out_option(name: str, default: str | None = None) -> Callable[[C], C]:
-    """Return a decorator that adds the option --out, the folder for the results.
+    """Return a decorator that adds the option --out to a command. The option specifies the folder
+    for the results.
 
     Args:
         name: name of the result files, without suffix.
-        default: default folder; None to write no files by default.
+        default: default folder. None to write no files by default.
     """
     return path_option(
         "--out",
@@ -50,21 +52,22 @@ def publish(
     show_result: Callable[[Result], None],
     draw: Callable[[Result], bytes | dict[str, bytes]],
 ) -> Result:
-    """Run a benchmark, print its tables and write its result files. If `measure` is interrupted,
-    the results obtained so far are printed and written.
+    """Run a benchmark, print its tables and write its result files.
+
+    If `measure` is interrupted, the results obtained so far are printed and written.
 
     Args:
         name: name of the result files in `out`, without suffix. The JSON file is rewritten after
             every measurement.
-        out: folder for the result files; None to write no files.
-        measure: function that runs the benchmark. It calls its argument with each intermediate
-            result.
-        show_result: function that prints the tables of a result.
-        draw: function that draws a result. It returns the bytes of a single PNG file, or a dict
-            from file name to bytes for several files.
+        out: folder for the result files. None to write no files.
+        measure: function that runs the benchmark. Its argument is a function, which it must call
+            with each intermediate result.
+        show_result: function that prints a result as tables.
+        draw: function that plots a result. It returns the bytes of a PNG file or, if there are
+            several plots, a dict from file name to bytes.
 
     Returns:
-        The last result.
+        The last result that `measure` produced.
     """
     result: Result = {}
 
@@ -101,8 +104,8 @@ _IN_CHECKOUT = (
 
 
 class _Benches(click.Group):
-    """Command group for benchmarks. If a benchmark exists only in a source checkout, the error
-    message contains the command to run there.
+    """Command group for benchmarks. If a user runs a benchmark that exists only in a source
+    checkout, the error message shows the command to run in the checkout.
     """
 
     def resolve_command(
@@ -135,10 +138,11 @@ def bench_group() -> None:
 def methods_command(out: Path, as_json: bool, **options: Any) -> Result:
     """Measure the speed and memory of each efficiency method on this machine.
 
-    There are two tables. The first compares each method alone with a plain fp32 run. The second is
-    a ladder, in which each row adds a method to the row before it. A fresh process trains each row
-    for a few steps on the source code of Python's standard library. methods.json is rewritten after
-    every run, so an interrupted benchmark keeps its measurements.
+    There are two tables. The first table compares each method on its own with a plain fp32 run. In
+    the second table, each row adds one more method to the methods of the row before it. Each row is
+    measured in a new process that trains a model for a few steps on the source code of Python's
+    standard library. The file methods.json is rewritten after every run, so an interrupted
+    benchmark keeps its measurements.
     """
     from firstlight.bench.methods import bench_methods, draw
 
@@ -151,12 +155,15 @@ def methods_command(out: Path, as_json: bool, **options: Any) -> Result:
 @out_option("gemm")
 @with_json
 def gemm_command(out: Path | None, as_json: bool, **options: Any) -> Result:
-    """Measure this machine's matrix-product rate by shape, and the gain from aligned sizes.
+    """Measure the speed of matrix products on this machine.
 
-    The benchmark measures square products from small to large, the products of a GPT-2 training
-    step, padded sizes (multiples of 8, 64 and 128) against unpadded sizes, and sizes around a
-    tile's edge. On a CPU, it also measures passes over arrays from the size of the L1 cache up to
-    main memory, and products computed in blocks. Ctrl-C keeps the measurements made so far.
+    The benchmark measures how the speed depends on the shapes of the matrices, and how much aligned
+    sizes improve it. It multiplies square matrices of increasing size, matrices of the shapes in a
+    GPT-2 training step, and matrices whose sizes are just below or above a multiple of the tile
+    size. It compares unpadded sizes with sizes padded to multiples of 8, 64 and 128. On a CPU, it
+    also measures passes over arrays that fit in the L1 cache, in larger caches or only in main
+    memory, and matrix products computed in blocks. If it is stopped with Ctrl-C, the measurements
+    made so far are kept.
     """
     from firstlight.bench.gemm import GemmRun, draw
 
@@ -176,31 +183,32 @@ def gemm_command(out: Path | None, as_json: bool, **options: Any) -> Result:
 
 
 def show_line(template: str, result: Result) -> None:
-    """Print one line, which is rendered from a template and a result."""
+    """Fill in a template with the values of a result, and print it as one line."""
     show(cell(template, result))
 
 
 def show_cells(header: str, templates: str, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Print a table. If it has no rows, print nothing.
+    """Print a table. A table without rows is not printed.
 
     Args:
-        header: cells of the header, separated by " | ".
-        templates: templates of the cells, separated by " | "; see `bench.display`.
-        rows: values for the templates, one entry per row.
+        header: header cells, separated by " | ".
+        templates: templates of the cells in a row, separated by " | ". `bench.display` describes
+            their syntax.
+        rows: values to fill in, with one entry per row.
     """
     if rows:
         show_table([header.split(" | "), *(cells(templates, row) for row in rows)])
 
 
 def show_reasons(rows: Sequence[Result]) -> None:
-    """Print the reasons why rows were not measured."""
+    """Print why some rows of a table were not measured."""
     for row in rows:
         if row["reason"]:
             show(f"{row['name']}: {row.get('status', 'failed')}: {row['reason']}")
 
 
 def show_steps_head(result: Result) -> None:
-    """Print the line that precedes the tables of a benchmark that trains for a few steps."""
+    """Print the line above the tables of a benchmark in which models train for a few steps."""
     show_line(
         "{model}, {parameters:,} parameters, {micro_batch_size} x {seq_len} tokens per step; "
         "{machine[name]}, {machine[threads]} threads; medians of {repeats} x {steps} steps",
@@ -257,8 +265,8 @@ def show_gemm(result: Result) -> None:
         f"{counted(result['rounds'], 'round')} (lowest to highest)"
         + ("" if result["complete"] else "; interrupted: some measurements are missing")
     )
-    # The load is a one-minute average. A load below half of the number of threads can be due to a
-    # command that has just ended, so don't report it.
+    # The load is an average over one minute. Do not report a load below half of the number of
+    # threads, because it may have been caused by a command that has just ended.
     if machine["device"] == "cpu" and load is not None and load > 0.5 * machine["threads"]:
         show(f"the load average was {load:.1f} at the start: other processes lower these rates")
     dtypes = list(result["ceilings"])
@@ -298,8 +306,8 @@ def show_gemm(result: Result) -> None:
 
 
 def _show_loops(loops: Result) -> None:
-    """Print the rates of passes over arrays, the rates of products computed in blocks, and the
-    times of concurrent products.
+    """Print the speed of passes over arrays, the speed of matrix products computed in blocks, and
+    the duration of concurrent matrix products.
     """
     binary = UNITS["binary"]
     caches = ", ".join(f"{name} {binary(size)}" for name, size in loops["caches"].items())
@@ -331,9 +339,9 @@ def _show_by_dtype(
 
     Args:
         title: header of the first column.
-        found: results, each of which has its number format under the key "dtype".
+        found: results. The key "dtype" of each result is its number format.
         dtypes: number formats, in the order of the columns.
-        templates: two templates, one for the name of a row and one for a cell.
+        templates: a template for the name of a row, and a template for its cells.
     """
     rows: dict[str, dict[str, str]] = {}
     for one in found:

@@ -1,4 +1,4 @@
-"""The conversation of `firstlight chat`, in a terminal or with piped input."""
+"""Conversations of `firstlight chat`, in a terminal or with piped input."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 _PROMPT, _MORE = "> ", "... "
 _QUOTES = '"""'
 
-#: Chat commands that change a setting, mapped to the fields of SamplingConfig.
+#: Fields of SamplingConfig, keyed by the chat commands that change them.
 _SETTINGS = {
     **{name.replace("_", "-"): name for name in SAMPLING},
     "max-tokens": "max_new_tokens",
@@ -44,11 +44,11 @@ Ctrl-C stops an answer. At the prompt, Ctrl-C and Ctrl-D leave the chat."""
 
 
 class _EndOfInput(Exception):  # noqa: N818
-    """Raised when stdin ends."""
+    """Raised at the end of stdin."""
 
 
 class _Input:
-    """Reads messages from stdin. If readline is installed, users can edit the messages that they
+    """Reader for messages from stdin. If readline is installed, users can edit messages while they
     type.
 
     Args:
@@ -66,7 +66,7 @@ class _Input:
                 readline.parse_and_bind("set enable-bracketed-paste on")
 
     def message(self) -> str:
-        """Return the next message, which may have several lines.
+        """Return the next message, which can have several lines.
 
         Raises:
             _EndOfInput: there are no more messages.
@@ -88,8 +88,8 @@ class _Input:
         return line
 
     def _quoted(self, text: str) -> str:
-        """Return the rest of a message, which extends to the next three quotes or to the end of the
-        input.
+        """Read the rest of a message that begins with three quotation marks. The message ends at
+        the next three quotation marks or at the end of the input.
         """
         with contextlib.suppress(_EndOfInput):
             while not text.endswith(_QUOTES):
@@ -106,7 +106,8 @@ class _Input:
                 say("firstlight: error: the message is not UTF-8: type it again")
                 return self._line(prompt)
         if self._interactive:
-            # Write the prompt to stderr, because stdout may be a file or another program.
+            # Write the prompt to stderr, because stdout may be redirected to a file or another
+            # program.
             print(prompt, end="", file=sys.stderr, flush=True)  # noqa: T201
         line = sys.stdin.buffer.readline()
         if not line:
@@ -122,9 +123,10 @@ class _Command:
     """A command of the form /NAME that users can type in the chat.
 
     Attributes:
-        argument: argument shown in the list of commands; "" if the command takes none.
+        argument: placeholder for the argument in the list of commands. "" if the command takes no
+            argument.
         help: description of the command in the list of commands.
-        run: function that executes the command. Its argument is the text after the name.
+        run: function that executes the command. It is called with the text after the command name.
     """
 
     argument: str
@@ -133,11 +135,11 @@ class _Command:
 
 
 class Terminal:
-    """A conversation in the terminal. Messages are read from stdin, answers are written to stdout,
-    and all other output goes to stderr.
+    """A conversation in the terminal. Messages are read from stdin, and answers are written to
+    stdout. All other output is written to stderr.
 
     Args:
-        session: the session with the model.
+        session: chat session with the model.
         interactive: True if a user types the messages, False if they are piped in.
     """
 
@@ -174,7 +176,7 @@ class Terminal:
         }
 
     def run(self) -> None:
-        """Read and answer messages until the input ends or the user leaves the chat."""
+        """Read and answer messages until the end of the input or until the user leaves."""
         while not self._leaving:
             try:
                 message = self._input.message()
@@ -195,7 +197,7 @@ class Terminal:
         else:
             return
         if self._interactive:
-            say("")  # Make the shell's prompt start on a new line.
+            say("")  # Print a line break so that the shell's prompt starts on a new line.
 
     def _take(self, message: str) -> None:
         if message.startswith("/") and not message.startswith("//"):
@@ -235,8 +237,9 @@ class Terminal:
 
     @contextlib.contextmanager
     def _stopping_at_interrupt(self) -> Iterator[None]:
-        """Context manager in which the first Ctrl-C ends the answer after the current token, and
-        the second Ctrl-C ends it immediately."""
+        """Context manager for generating an answer. The first Ctrl-C stops generation after the
+        current token, and the second Ctrl-C stops it immediately.
+        """
         if not self._interactive:
             yield
             return
@@ -256,8 +259,8 @@ class Terminal:
             signal.signal(signal.SIGINT, before)
 
     def _note(self) -> None:
-        """If the answer ended early, print the reason. If turns were dropped, print their
-        number.
+        """Print the reason if the answer ended early, and the number of turns if any were dropped
+        from the conversation.
         """
         stats = self._session.stats
         assert stats is not None
@@ -348,11 +351,11 @@ class Terminal:
 
 
 def _changed(settings: SamplingConfig, name: str, text: str) -> SamplingConfig:
-    """Return the settings after the chat command `name` has changed one value.
+    """Return a copy of the settings in which a chat command has changed one value.
 
     Args:
         settings: current settings.
-        name: name of the command, a key of `_SETTINGS`.
+        name: name of the chat command, a key of `_SETTINGS`.
         text: the value as typed by the user.
 
     Raises:

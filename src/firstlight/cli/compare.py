@@ -60,11 +60,11 @@ def compare_command(
     as_json: bool,
     **options: Any,
 ) -> dict[str, Any]:
-    """Compare two models on the same texts, tasks and prompts.
+    """Compare two models on the same documents, tasks and prompts.
 
     BEFORE and AFTER are runs, checkpoints, Hugging Face model folders, GGUF files or hub ids. Their
-    tokenizers may differ: texts are compared in bits per byte. ± is the standard error; that of a
-    difference is paired.
+    tokenizers can differ, because documents are compared in bits per byte. The number after ± is
+    the standard error. For a difference, it is computed from paired values.
     """
     from firstlight.evaluation.comparison import compare, documents_of
     from firstlight.report.report import require_replaceable, write_model_comparison
@@ -99,14 +99,14 @@ def _show(found: ModelComparison) -> None:
     for answer in found.answers:
         show()
         texts = {"prompt": answer.prompt, "before": answer.before, "after": answer.after}
-        # Further lines start below the first one.
+        # Align all further lines of the text with the first line.
         show_rows(
             (name, text.strip().replace("\n", "\n" + 8 * " ")) for name, text in texts.items()
         )
 
 
 def _show_passage(title: str, passage: Passage) -> None:
-    """Print a passage. The segments that carry the difference stand between « and »."""
+    """Print a passage. The segments in which the two models differ most are enclosed in « and »."""
     show()
     where = f"{passage.text}, document {passage.document}"
     show(f"{title} by {abs(passage.difference):.1f} bits: {where}")

@@ -49,8 +49,9 @@ def convert_command(source: str, out: Path, as_json: bool, **options: Any) -> di
     SRC is a run, a checkpoint, a Hugging Face model folder, a GGUF file, a hub id or another
     program's checkpoint. Supported checkpoints are files of nanoGPT, LLMs-from-scratch and
     torchtune, and folders of OpenAI's GPT-2 (TensorFlow), Meta's Llama, litgpt and nanochat. The
-    result is read back, and its tensors, its logits on a fixed prompt and its chat template on a
-    fixed conversation are compared with those of the source. If they differ, --out is not written.
+    result is read back and compared with the source. The comparison includes all tensors, the
+    logits on a fixed prompt, and a fixed conversation rendered with the chat template. If there is
+    a difference, --out is not written.
     """
     from firstlight.conversion.convert import convert
 

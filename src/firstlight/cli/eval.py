@@ -18,12 +18,14 @@ if TYPE_CHECKING:
     from firstlight.evaluation.scores import TaskResult
     from firstlight.lora.loading import LoadedModel
 
-#: Default batch sizes, in rows for the loss and in sequences for a task.
+#: Default batch sizes: number of rows for the loss, and number of sequences for tasks.
 _ROWS, _TEXTS = 8, 32
 
 
 def _no_beside(_: click.Context, __: click.Parameter, value: tuple[str, ...]) -> None:
-    """Raise an error that names the replacement of the removed option; a click callback."""
+    """Click callback that raises an error if a removed option is used. The message names the
+    replacement.
+    """
     if value:
         raise ConfigError("--beside was removed: run firstlight compare BEFORE AFTER")
 
@@ -111,8 +113,8 @@ def eval_command(
 
     loaded = load_for_evaluation(checkpoint, device, best=best)
     result: dict[str, Any] = {"checkpoint": checkpoint, "folder": loaded.folder}
-    # Run tasks first, because their errors appear immediately, while computing a loss can take a
-    # long time.
+    # Run the tasks first. Errors in them are reported immediately, while computing the loss can
+    # take a long time.
     if tasks:
         options = {"items": items, "task_folder": task_folder, "chat_template": chat_template}
         result |= _scored(loaded, tasks, batch_size=batch_size or _TEXTS, **options)
@@ -131,7 +133,7 @@ def eval_command(
 
 
 def _scored(loaded: LoadedModel, tasks: tuple[str, ...], **options: Any) -> dict[str, Any]:
-    """Evaluate tasks, and print the scores.
+    """Evaluate a model on tasks, and print the scores.
 
     Args:
         loaded: the model.
@@ -139,8 +141,8 @@ def _scored(loaded: LoadedModel, tasks: tuple[str, ...], **options: Any) -> dict
         options: see `evaluate_tasks`.
 
     Returns:
-        A dict with the results under "tasks", keyed by task. If the chat template was applied to
-        any tasks, they are listed under "chat_template".
+        A dict. The key "tasks" contains the results, keyed by task. The key "chat_template" lists
+        the tasks to which the chat template was applied, and is omitted if there are none.
     """
     from firstlight.evaluation.tasks import evaluate_tasks
 
@@ -164,7 +166,7 @@ def _by_position(
     *,
     options: dict[str, Any],
 ) -> dict[str, Any]:
-    """Print and return the loss as a function of the position in the row."""
+    """Print the loss at each position in a row, and return it."""
     from firstlight.evaluation.perplexity import (
         evaluate_by_position,
         evaluated_folder,
@@ -196,8 +198,8 @@ def _by_position(
 
 
 def _record(folder: Path, result: dict[str, Any], data: str | None) -> None:
-    """Save the result in the model's folder, where the model card reads it. If saving fails, print
-    a note.
+    """Save a result in the folder of the model, from which it is added to the model card. If saving
+    fails, print a note.
     """
     from firstlight.data.sources import neutral_name
     from firstlight.sharing.card import record_evaluation
@@ -216,11 +218,11 @@ def _require_used(
     of_the_loss: dict[str, Any],
     for_tasks: dict[str, Any],
 ) -> None:
-    """Check that all given options apply to the evaluation that was requested, which is the loss or
-    a list of tasks.
+    """Check that all options given by the user apply to the requested evaluation.
 
     Raises:
-        ConfigError: an option applies only to the loss, but tasks are evaluated, or the reverse.
+        ConfigError: an option applies only to the loss, but the loss is not computed; or it applies
+            only to tasks, but no tasks are evaluated.
     """
     for name, given in of_the_loss.items():
         if not with_loss and given is not None:

@@ -1,4 +1,6 @@
-"""`firstlight generate`, `chat` and `serve`: the commands that generate text."""
+"""The commands `firstlight generate`, `firstlight chat` and `firstlight serve`, which generate
+text.
+"""
 
 from __future__ import annotations
 
@@ -57,8 +59,9 @@ def _load(
 
 
 def _with_model_settings(config: SamplingConfig, loaded: LoadedModel) -> SamplingConfig:
-    """Return the config with the settings of the model's generation_config.json. Settings from the
-    command line take precedence."""
+    """Return a copy of the config with the settings in the model's generation_config.json. Settings
+    that are given on the command line are kept.
+    """
     from firstlight.generation.engine import with_model_settings
 
     source = click.get_current_context().get_parameter_source
@@ -117,7 +120,7 @@ def generate_command(
     as_json: bool,
     **settings: Any,
 ) -> dict[str, Any]:
-    """Continue a text. The prompt and its continuation are written to stdout as they are generated.
+    """Continue a prompt. The prompt and its continuation are written to stdout during generation.
 
     CHECKPOINT is a run, a checkpoint, a Hugging Face model folder, a GGUF file or a hub id.
     """
@@ -151,15 +154,15 @@ def generate_command(
     return dataclasses.asdict(result)
 
 
-#: Length of the bar for a probability of 1, in characters.
+#: Length in characters of the bar that represents a probability of 1.
 _BAR = 20
 
 
 def _choice_rows(
     loaded: LoadedModel, choices: Sequence[Sequence[TokenChoice]]
 ) -> list[Sequence[str]]:
-    """Return the rows of a table with the most likely tokens at each step. An arrow marks the token
-    that was chosen.
+    """Return the rows of a table that shows the most likely tokens at each step. An arrow marks the
+    token that was chosen.
     """
     from firstlight.generation.engine import tokenizer_of
 
@@ -168,7 +171,7 @@ def _choice_rows(
     for number, own in enumerate(choices, start=1):
         for rank, one in enumerate(own):
             text = tokenizer.decode([one.token_id])
-            # Special tokens decode to the empty string, so show their names instead.
+            # Show the names of special tokens, because they are decoded to the empty string.
             text = repr(text) if text else str(tokenizer.backend.id_to_token(one.token_id))
             place = str(number) if rank == 0 else ""
             bar = "#" * round(_BAR * one.sampled) + (" <-" if one.is_chosen else "")
@@ -178,10 +181,11 @@ def _choice_rows(
 
 
 def _biases(given: tuple[str, ...]) -> dict[int, float]:
-    """Return the biases specified by --logit-bias, keyed by token id.
+    """Return the logit biases that --logit-bias specifies, keyed by token id.
 
     Raises:
-        ConfigError: a bias is not of the form ID=BIAS, or a token has two biases.
+        ConfigError: a value does not have the form ID=BIAS, or there are two biases for the same
+            token.
     """
     found: dict[int, float] = {}
     for text in given:
@@ -234,7 +238,7 @@ def chat_command(
     continues your text.
 
     CHECKPOINT is a run, a checkpoint, a Hugging Face model folder, a GGUF file or a hub id.
-    Messages can be piped in, one per line; then only the answers are written to stdout.
+    Messages can also be piped in, one per line. Only the answers are then written to stdout.
     """
     if not web and (host is not None or port is not None):
         raise ConfigError("--host and --port are for the web page: add --web")
@@ -308,7 +312,7 @@ def serve_command(
     as_json: bool,
     **options: Any,
 ) -> None:
-    """Serve a model with an OpenAI-compatible HTTP API and a chat page, until Ctrl-C.
+    """Serve a model with an OpenAI-compatible HTTP API and a chat page. Ctrl-C stops the server.
 
     CHECKPOINT is a run, a checkpoint, a Hugging Face model folder, a GGUF file or a hub id.
     """
@@ -328,16 +332,17 @@ def serve_command(
 
 
 def _name_of(checkpoint: str) -> str:
-    """Return the model name that clients see. It is the hub id, or the last part of the folder's
-    path.
+    """Return the name under which the API lists the model. It is the hub id of the model or, for a
+    local model, the name of its folder.
     """
     path = Path(checkpoint)
     return path.resolve().name or "model" if path.exists() else checkpoint
 
 
 def _api_key(file: Path | None) -> bytes | None:
-    """Return the API key from the file or, if there is no file, from the environment variable.
-    Return None if neither is specified.
+    """Return the API key, or None if no key is specified.
+
+    The key is read from the file or, if no file is given, from the environment variable.
 
     The key can't be passed as an option, because other users of the machine can read the command
     line.
@@ -354,7 +359,7 @@ def _api_key(file: Path | None) -> bytes | None:
 
 def _say_ready(url: str, service: Service, options: ServerOptions, as_json: bool) -> None:
     scheduler = service.scheduler
-    # A browser does not send the API key, so it can't open the page.
+    # Browsers do not send the API key, so they can't open the page.
     page = f", chat page: {url}/" if options.api_key is None else ""
     say(f"serving {options.model_name}; API: {url}/v1{page} (Ctrl-C stops the server)")
     say(

@@ -1,5 +1,6 @@
-"""`firstlight info`, which describes a model or this machine, and `firstlight report`, which
-describes runs."""
+"""The command `firstlight info`, which describes a model or this machine, and the command
+`firstlight report`, which writes reports of runs.
+"""
 
 from __future__ import annotations
 
@@ -50,8 +51,8 @@ def _machine(*, check: bool) -> dict[str, Any]:
     from firstlight.hardware.device import GpuMonitor, find_hardware, measured_matmul_flops
 
     hardware = find_hardware()
-    # Read the GPU's current use before measuring the hardware, because the measurement uses the
-    # GPU.
+    # Query the current use of the GPU before measuring the hardware, because the measurement itself
+    # uses the GPU.
     gpu = GpuMonitor(hardware.device).read()
     rates = {
         name: measured_matmul_flops(hardware.device, dtype)
@@ -99,7 +100,9 @@ def _machine(*, check: bool) -> dict[str, Any]:
 
 
 def _in_use(machine: dict[str, Any]) -> list[tuple[str, str]]:
-    """Return a row about the current use of the GPU, or no row if the driver can't be queried."""
+    """Return a table row about the current use of the GPU, or no row if the driver can't be
+    queried.
+    """
     if "gpu_utilization" not in machine:
         return []
     used = gib(machine["device_used_bytes"])
@@ -143,8 +146,8 @@ def _model(folder: Path) -> tuple[dict[str, Any], ModelConfig]:
         "tokenizer": None if tokenizer is None else _describe_tokenizer(tokenizer),
         "cache_bytes_per_token": cache,
         "inference_bytes": dtype.itemsize * count.total + cache * context + state_bytes(config),
-        # Training stores four fp32 values per parameter: the weight, the gradient and AdamW's two
-        # moments. Activations are not included.
+        # Training stores four fp32 values per parameter: the weight, the gradient and the two
+        # moments of AdamW. This estimate does not include activations.
         "training_state_bytes": 16 * count.total,
         "trained_on": trained_on(folder),
     }
@@ -225,10 +228,10 @@ def _tokenizer_rows(tokenizer: dict[str, Any] | None) -> list[tuple[str, object]
 )
 @with_json
 def report_command(runs: tuple[Path, ...], out: Path | None, as_json: bool) -> dict[str, Any]:
-    """Write the report of a run as a web page and a picture, or compare several runs.
+    """Write a report of a run, or compare several runs.
 
-    RUN is a run folder; the run may still be training, or may have been killed. The page is a
-    single self-contained file.
+    RUN is a run folder. The run can still be in progress, and it can also have been killed. The
+    report consists of a web page, which is a single self-contained file, and an image.
     """
     from firstlight.report import report as report_files
     from firstlight.report.compare import number_table

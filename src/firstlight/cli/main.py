@@ -1,5 +1,6 @@
-"""The entry point of the command line, `firstlight COMMAND ...`. Errors are printed as one
-line."""
+"""Entry point of the command line interface, `firstlight COMMAND ...`. Errors are printed as one
+line.
+"""
 
 from __future__ import annotations
 
@@ -39,13 +40,13 @@ from firstlight.console import visible
 from firstlight.errors import FirstlightError, describe_os_error, lacks_memory
 from firstlight.hardware import environment
 
-#: Subcommands that decode tokens and need the environment variables for decoding.
+#: Subcommands that generate text and therefore need the environment variables for decoding.
 _DECODING = ("generate", "chat", "serve")
 
 _TRAIN_IN_LESS = "lower batch.micro_batch_size or data.seq_len"
 _IN_LESS_MEMORY = "or load the model with --dtype bfloat16, on a CPU with --dtype int8"
 _GENERATE_IN_LESS = f"lower --max-new-tokens, {_IN_LESS_MEMORY}"
-#: Advice printed after running out of memory, keyed by subcommand.
+#: Advice that is printed when a command runs out of memory, keyed by subcommand.
 _LESS_MEMORY = {
     "train": _TRAIN_IN_LESS,
     "tune": _TRAIN_IN_LESS,
@@ -57,22 +58,22 @@ _LESS_MEMORY = {
     "serve": f"lower --max-context-tokens or --max-batch-size, {_IN_LESS_MEMORY}",
 }
 
-#: Hint printed after Ctrl-C, keyed by subcommand.
+#: Hint that is printed after Ctrl-C, keyed by subcommand.
 _AFTER_INTERRUPTION = {
     "train": f": {AGAIN}",
 }
 
-#: Address space that importing torch needs, in bytes. With less, torch's C++ code aborts the
+#: Address space in bytes that is needed to import torch. With less, torch's C++ code aborts the
 #: process.
 _LEAST_ADDRESSES = 600_000_000
-#: Address-space limit in bytes below which torch can run out of memory even with a small model.
+#: Address-space limit in bytes below which torch can run out of memory even if the model is small.
 _FEW_ADDRESSES = 4_000_000_000
 
-#: Prefix of the file name in importlib's own stack frames.
+#: Prefix of the file name in stack frames of importlib.
 _IMPORT_MACHINERY = "<frozen importlib"
-#: Substrings that identify the files of torch's fake-tensor modules, which `firstlight plan` uses
-#: for tracing. C++ code calls functions in these modules, such as `find_torch_dispatch_rule`, and
-#: aborts the process if such a function raises an exception.
+#: Substrings of the paths of torch's fake-tensor modules, which `firstlight plan` uses for tracing.
+#: C++ code calls functions in these modules, such as `find_torch_dispatch_rule`. If one of these
+#: functions raises an exception, the C++ code aborts the process.
 _TORCH_INTERNALS = tuple(
     f"{os.sep}torch{os.sep}{name}"
     for name in (
@@ -86,15 +87,15 @@ _TORCH_INTERNALS = tuple(
     )
 )
 
-#: Time in seconds after which a signal that arrived during an import is raised again.
+#: Time in seconds after which a signal that was delayed during an import is raised again.
 _SOON = 0.001
-#: Maximum time in seconds for which a signal is delayed during an import. If the import has not
+#: Maximum time in seconds by which a signal is delayed during an import. If the import has not
 #: finished by then, the signal ends the process.
 _LONGEST_WAIT = 0.5
 
 
 class Terminated(BaseException):
-    """Raised when a signal asks this process to end.
+    """Raised when this process receives a signal to terminate.
 
     Attributes:
         number: number of the signal.
@@ -110,18 +111,19 @@ def cleaning_up_when_terminated(*, as_json: bool = False, advice: str = "") -> I
     """Context manager in which SIGTERM, SIGHUP and SIGUSR1 raise `Terminated`, and SIGINT raises
     KeyboardInterrupt.
 
-    Signals that are ignored, for example because of nohup, stay ignored. The context manager has no
-    effect outside the main thread.
+    Signals that this process already ignores, for example because it was started with nohup, stay
+    ignored. The context manager has no effect outside the main thread.
 
-    If a signal arrives during an import, its exception is raised after the import. C++ code that
-    imports modules swallows exceptions, so raising it immediately would leave a partially
-    initialised module behind. Exceptions are also delayed inside torch's fake-tensor modules,
-    because their C++ callers would abort the process. If an import takes a long time, like that of
-    torch, the signal ends the process.
+    If a signal arrives while a module is being imported, the exception is raised after the import.
+    C++ code that imports modules swallows exceptions, so raising it immediately would leave a
+    partially initialised module behind. The exception is also delayed inside torch's fake-tensor
+    modules, because C++ code that calls these modules would abort the process. If an import takes a
+    long time, as that of torch does, the signal ends the process without an exception.
 
     Args:
-        as_json: True to also print the error as a JSON object if the process ends during an import.
-        advice: text printed after "interrupted", which explains how to continue.
+        as_json: True to also print a JSON object with the error if the process ends during an
+            import.
+        advice: explanation of how to continue, which is printed after "interrupted".
     """
     handlers = _SignalHandlers(as_json, advice)
     handlers.install()
@@ -137,12 +139,12 @@ class _SignalHandlers:
     def __init__(self, as_json: bool, advice: str) -> None:
         self._as_json = as_json
         self._advice = advice
-        # The last signal that arrived during an import, and the time of the first such signal.
+        # The last signal that was delayed during an import, and the time of the first such signal.
         self._waiting: tuple[int, float] | None = None
         self._before: dict[int, Any] = {}
 
     def install(self) -> None:
-        """Install the handlers, in the main thread only."""
+        """Install the handlers if the caller is in the main thread."""
         if threading.current_thread() is not threading.main_thread():
             return
         handlers: dict[int, Callable[[int, FrameType | None], None]] = {
@@ -159,14 +161,15 @@ class _SignalHandlers:
     def remove(self) -> None:
         """Restore the handlers that were active before `install`."""
         if signal.SIGALRM in self._before:
-            # Stop the timer, because without the handler its SIGALRM would end the process.
+            # Stop the timer. Once the handler has been removed, the timer's SIGALRM would end the
+            # process.
             signal.setitimer(signal.ITIMER_REAL, 0)
         for number, previous in self._before.items():
             signal.signal(number, previous)
 
     def _end(self, number: int, frame: FrameType | None) -> None:
-        # If a different SIGALRM handler is installed, another part of the program uses the timer,
-        # so the signal can't be delayed.
+        # If a different handler for SIGALRM is installed, another part of the program uses the
+        # timer. The signal can then not be delayed.
         if signal.SIGALRM in self._before and _swallows_exceptions(frame):
             now = time.monotonic()
             first = self._waiting[1] if self._waiting is not None else now
@@ -185,21 +188,22 @@ class _SignalHandlers:
         if raised is None:
             return
         try:
-            # Raise the signal again rather than its exception, because its handler may have changed
-            # in the meantime.
+            # Raise the signal again instead of raising its exception here, because a different
+            # handler may have been installed in the meantime.
             signal.raise_signal(raised[0])
         finally:
-            if self._waiting is raised:  # Otherwise, it was delayed again.
+            if self._waiting is raised:  # Otherwise, the signal was delayed again.
                 self._waiting = None
 
 
 def _end_now(number: int, as_json: bool, advice: str) -> None:
-    """End the process without unwinding the stack. The message and the exit code are the same as
-    for an exception raised by a signal.
+    """End the process without unwinding the stack. The error message and the exit code are the same
+    as if the signal had raised an exception.
     """
     word = "interrupted" if number == signal.SIGINT else "terminated"
     message = f"{word}{advice}" if number == signal.SIGINT else word
-    # Don't use `_fail`, because Python's streams do not allow a write during another write.
+    # Do not use `_fail`, because the signal may have interrupted a write, and Python's streams do
+    # not allow nested writes.
     with contextlib.suppress(OSError):
         os.write(2, f"firstlight: error: {message}\n".encode())
     if as_json:
@@ -209,8 +213,9 @@ def _end_now(number: int, as_json: bool, advice: str) -> None:
 
 
 def _swallows_exceptions(frame: FrameType | None) -> bool:
-    """Return True if `frame` is inside an import or torch's fake-tensor modules, where a signal
-    handler must not raise an exception."""
+    """Return True if a signal handler must not raise an exception at this point. This is the case
+    if the stack frame is part of an import or of torch's fake-tensor modules.
+    """
     while frame is not None:
         name = frame.f_code.co_filename
         if name.startswith(_IMPORT_MACHINERY):
@@ -221,7 +226,7 @@ def _swallows_exceptions(frame: FrameType | None) -> bool:
     return False
 
 
-#: Text printed by `firstlight` without a subcommand.
+#: Text that `firstlight` prints if no subcommand is given.
 _FIRST_STEPS = """\
 firstlight: from raw text to your own language model. Start with a folder of text:
 
@@ -238,8 +243,8 @@ All commands: firstlight --help. Options of a command: firstlight train --help.
 
 
 class _Verbs(click.Group):
-    """Command group that contains all subcommands. If a file or folder is given instead of a
-    subcommand, the error message suggests `train`.
+    """Command group that contains all subcommands. If the user gives a file or folder instead of a
+    subcommand, the error message suggests the subcommand `train`.
     """
 
     def resolve_command(
@@ -301,10 +306,10 @@ def main(
     """Run the command line.
 
     Args:
-        arguments: command-line arguments; None uses the arguments of the process, which then exits
-            after this call.
-        command: click command to run; the benchmarks of a checkout pass a different one.
-        program: program name shown in the help.
+        arguments: command-line arguments. None to use the arguments of this process, in which case
+            the process exits after this call.
+        command: click command to run. Benchmarks in the source checkout pass their own command.
+        program: program name that is shown in the help text.
 
     Returns:
         The exit code:
@@ -312,14 +317,15 @@ def main(
         - 0: success
         - 1: error
         - 2: invalid recipe or option
-        - 3: the planned recipe does not fit in memory
+        - 3: the recipe to plan does not fit in memory
         - 75: the run was stopped early and saved a checkpoint
         - 76: the run diverged
         - 128 + n: the command was terminated by signal n (130 after Ctrl-C)
     """
     if arguments is not None:
         return _run(list(arguments), command, program)
-    # Freeze all objects at exit, because collecting torch's objects would take a third of a second.
+    # Exclude all objects from garbage collection at exit, because collecting torch's objects would
+    # take a third of a second.
     atexit.register(gc.freeze)
     try:
         exit_code = _run(sys.argv[1:], command, program)
@@ -330,8 +336,8 @@ def main(
     parts = sys.modules.get("firstlight.tokenizer.parts")
     trackers = sys.modules.get("firstlight.training.trackers")
     if (parts and parts.threads_of_library()) or (trackers and trackers.GIVEN_UP):
-        # After a signal, a thread may still be running, or a tracker may hang. Python's shutdown
-        # would then wait for the thread or abort the process.
+        # After a signal, a thread may still be running, or an experiment tracker may hang. Python's
+        # shutdown would then wait for the thread or abort the process.
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(OSError):
                 stream.flush()
@@ -369,8 +375,8 @@ def _run(arguments: list[str], command: click.Command, program: str) -> int:
     except Terminated as signal_:
         return _fail("terminated", "Terminated", 128 + signal_.number, as_json)
     except BrokenPipeError:
-        # The reader of stdout has closed the pipe (`| head`). Discard all further output, including
-        # output at exit.
+        # The program that reads stdout has closed the pipe, as `head` does. Discard all further
+        # output, including output at exit.
         discard_stdout()
         return 1
     except (MemoryError, OSError, RuntimeError, ImportError, SystemError) as error:
@@ -383,8 +389,9 @@ def _run(arguments: list[str], command: click.Command, program: str) -> int:
 
 
 def _usage_error(error: click.ClickException, program: str) -> str:
-    """Return the message for an error in the arguments. If an argument is missing, the message
-    refers to the help of the command."""
+    """Return the message for an error in the command-line arguments. If an argument is missing, the
+    message refers to the help text of the command.
+    """
     if not isinstance(error, click.MissingParameter):
         return error.format_message()
     path = error.ctx.command_path if error.ctx is not None else program
@@ -392,16 +399,17 @@ def _usage_error(error: click.ClickException, program: str) -> str:
 
 
 def _follows_from_little_memory(error: BaseException) -> bool:
-    """Return True if an error was most likely caused by a low address-space limit. With a low
-    limit, libraries can fail with any error message.
+    """Return True if an error was most likely caused by a low address-space limit. The error
+    message does not show this, because libraries can fail with any message when the limit is low.
     """
     is_other = isinstance(error, OSError | ModuleNotFoundError)
     return 0 < _address_limit() < _FEW_ADDRESSES and not is_other
 
 
 def _address_limit() -> int:
-    """Return this process's address-space limit in bytes (`ulimit -v`), or 0 if there is no
-    limit."""
+    """Return the address-space limit of this process in bytes, as set by `ulimit -v`. Return 0 if
+    there is no limit.
+    """
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)
     return 0 if limit == resource.RLIM_INFINITY else limit
 
@@ -416,16 +424,16 @@ def _out_of_memory(arguments: Sequence[str], error: BaseException) -> str:
 
 
 def _environment(verb: Sequence[str]) -> dict[str, str]:
-    """Return the default environment variables of a subcommand."""
+    """Return the environment variables to set for a subcommand, unless the user has set them."""
     if set(verb) & {"train", "plan", "tune", "eval"}:
-        # `plan` measures operators under the same conditions as training, and `tune` trains models
-        # in its trials.
+        # `plan` and `tune` need the same environment variables as training. `plan` measures
+        # operators under the same conditions, and `tune` trains models in its trials.
         return environment.for_training()
     return environment.for_generation() if set(verb) & set(_DECODING) else environment.SHORT_SPIN
 
 
 def _fail(message: str, kind: str, exit_code: int, as_json: bool) -> int:
-    """Print an error as one line on stderr and, with --json, also as a JSON object on stdout.
+    """Print an error on stderr as one line. With --json, also print it on stdout as a JSON object.
     Return `exit_code`.
     """
     message = visible(" ".join(message.split()))

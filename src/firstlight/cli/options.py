@@ -1,8 +1,10 @@
-"""Define options that several commands share, create options from the fields of config dataclasses,
-and parse the recipe argument and its overrides.
+"""Options of commands.
 
-Config dataclasses are imported whenever the command line starts, so their modules must not import
-torch or pydantic.
+This module defines the options that several commands have in common, and it creates options from
+the fields of config dataclasses. It also parses the recipe argument and its overrides.
+
+Config dataclasses are imported by every command, so their modules must not import torch or
+pydantic.
 """
 
 from __future__ import annotations
@@ -27,12 +29,12 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 @dataclasses.dataclass(frozen=True)
 class ConfigField:
-    """Properties of a field of a config dataclass. An option is created from them.
+    """Properties of a field in a config dataclass, from which an option is created.
 
     Attributes:
-        kind: type of the value; for an optional field, the type without None.
+        kind: type of the value. For an optional field, the type without None.
         default: default value.
-        text: documentation of the field in the docstring of its class.
+        text: description of the field in the docstring of its class.
     """
 
     kind: type
@@ -41,15 +43,16 @@ class ConfigField:
 
     @property
     def help(self) -> str:
-        """Help text of the option, which is `text` with a capital first letter."""
+        """Help text of the option: `text`, beginning with a capital letter."""
         return self.text[:1].upper() + self.text[1:]
 
 
 def config_fields(config: type) -> dict[str, ConfigField]:
-    """Return the fields of a config dataclass, keyed by name. The documentation of each field is
-    read from the docstring of the class.
+    """Return the fields of a config dataclass, keyed by name. The description of each field is read
+    from the docstring of the class.
     """
-    # Visit base classes first, so that the documentation in a derived class takes precedence.
+    # Visit base classes first, so that a description in a derived class replaces that in the base
+    # class.
     docs = "\n".join(inspect.cleandoc(one.__doc__ or "") for one in reversed(config.__mro__[:-1]))
     documented = re.findall(r"^ {4}(\w+): (.*(?:\n {8}.*)*)", docs, re.M)
     texts = {name: " ".join(text.split()) for name, text in documented}
@@ -63,22 +66,23 @@ def config_fields(config: type) -> dict[str, ConfigField]:
 
 
 def _split(_: click.Context, __: click.Parameter, value: str | None) -> list[str] | None:
-    """Split "a,b" into ["a", "b"]. This is a click callback."""
+    """Click callback that splits a string at commas: "a,b" becomes ["a", "b"]."""
     return None if value is None else [part.strip() for part in value.split(",") if part.strip()]
 
 
 def config_options(
     config: type, *names: str, only_on: bool = False, **metavars: str
 ) -> Callable[[F], F]:
-    """Return a decorator that adds an option to a command for each named field of a config
-    dataclass.
+    """Return a decorator that adds options to a command, one for each of the given fields of a
+    config dataclass.
 
-    The option takes its name, type, default value and help text from the field.
+    The name, type, default value and help text of an option are those of the field.
 
     Args:
         config: the dataclass.
-        names: names of the fields in the order of --help; all fields if no names are given.
-        only_on: True to create switches without a --no-NAME variant.
+        names: names of the fields, in the order in which --help lists them. If no names are given,
+            options are added for all fields.
+        only_on: True to omit the --no-NAME variant of boolean options.
         metavars: placeholders for the values in --help, keyed by field name.
     """
     fields = config_fields(config)
@@ -104,13 +108,14 @@ def config_options(
 def field_option(
     config: type, name: str, option: str, metavar: str | None = None
 ) -> Callable[[F], F]:
-    """Return a decorator that adds an option for one field of a config dataclass. The names of the
-    option and the field can differ.
+    """Return a decorator that adds an option for a single field of a config dataclass to a command.
+    The option can have a different name than the field.
 
-    The option can be given several times, unless the field is a path.
+    The option can be given several times, unless the type of the field is a path.
 
     Args:
-        config: the dataclass. It provides the default value and the help text of the option.
+        config: the dataclass, from which the default value and the help text of the option are
+            read.
         name: name of the field.
         option: name of the option.
         metavar: placeholder for the value in --help.
@@ -125,21 +130,23 @@ def field_option(
 def count_option(
     *names: str, least: int = 1, metavar: str = "N", **settings: Any
 ) -> Callable[[F], F]:
-    """Return a decorator that adds an option whose value is an integer of at least `least`. The
-    other arguments are those of `click.option`.
+    """Return a decorator that adds an option to a command. The value of the option is an integer of
+    at least `least`. All other arguments are those of `click.option`.
     """
     return click.option(*names, type=click.IntRange(min=least), metavar=metavar, **settings)
 
 
 def path_option(*names: str, **settings: Any) -> Callable[[F], F]:
-    """Return a decorator that adds an option whose value is the path of a file or folder. The other
-    arguments are those of `click.option`.
+    """Return a decorator that adds an option to a command. The value of the option is the path of a
+    file or folder. The arguments are those of `click.option`.
     """
     return click.option(*names, type=click.Path(path_type=Path), **settings)
 
 
 def grouped(*options: Callable[[F], F]) -> Callable[[F], F]:
-    """Return a decorator that adds several options to a command, in the order of --help."""
+    """Return a decorator that adds several options to a command. --help lists them in the given
+    order.
+    """
 
     def add(verb: F) -> F:
         for option in reversed(options):
@@ -149,8 +156,8 @@ def grouped(*options: Callable[[F], F]) -> Callable[[F], F]:
     return add
 
 
-#: Argument for the recipe and its overrides. The command's `context_settings` must ignore unknown
-#: options.
+#: Argument for the recipe and its overrides. Commands that use it must set `ignore_unknown_options`
+#: in their `context_settings`.
 recipe_argument = click.argument(
     "arguments", nargs=-1, type=click.UNPROCESSED, metavar="RECIPE.yaml [--section.key VALUE]..."
 )
@@ -213,8 +220,8 @@ compile_option = click.option(
 def _template_options(
     _: click.Context, __: click.Parameter, value: tuple[str, ...]
 ) -> dict[str, Any]:
-    """Convert strings of the form "NAME=VALUE" to a dict. Values are parsed as JSON if possible.
-    This is a click callback.
+    """Click callback that converts strings of the form "NAME=VALUE" to a dict. Values are parsed as
+    JSON if possible.
     """
     found: dict[str, Any] = {}
     for text in value:
@@ -225,7 +232,7 @@ def _template_options(
                 "enable_thinking=false"
             )
         try:
-            # Users may write these values as in Jinja or Python.
+            # Users may write these values as they are written in Jinja or Python.
             found[name] = json.loads(given.lower() if given in ("True", "False") else given)
         except ValueError:
             found[name] = given
@@ -251,8 +258,8 @@ SAMPLING = (
     "presence_penalty",
 )
 
-#: Suffixes of text files that users may pass instead of a recipe, although `prepare` can't read
-#: them.
+#: Suffixes of further files that users may pass instead of a recipe because they contain text.
+#: `prepare` can't read these files.
 _OTHER_TEXT = (".pdf", ".docx", ".odt", ".epub", ".html", ".xlsx", ".rtf", ".json", ".zip")
 _EXAMPLES = {
     "train": "firstlight train recipes/demo.yaml --data.dir mine/data",
@@ -264,14 +271,15 @@ _EXAMPLES = {
 def split_arguments(
     arguments: Sequence[str], verb: str, *, is_run: bool = False
 ) -> tuple[str, list[tuple[str, str]]]:
-    """Return the path of the recipe, and the overrides as (section.key, value) pairs.
+    """Parse the arguments of a command. Return the path of the recipe, and the overrides as pairs
+    of `section.key` and value.
 
-    An override has the form `--section.key VALUE` or `--section.key=VALUE`. `--section.key` without
-    a value means true.
+    An override has the form `--section.key VALUE` or `--section.key=VALUE`. An override without a
+    value sets the key to true.
 
     Args:
         arguments: arguments of the command.
-        verb: name of the command, which is "train", "plan" or "tune".
+        verb: name of the command: "train", "plan" or "tune".
         is_run: True if the path is a run or checkpoint instead of a recipe.
 
     Raises:
@@ -289,7 +297,8 @@ def split_arguments(
 
 
 def split_paths(arguments: Sequence[str]) -> tuple[list[str], list[tuple[str, str]]]:
-    """Return the arguments that are not options, and the overrides as (section.key, value) pairs.
+    """Return the arguments that are not options, and the overrides as pairs of `section.key` and
+    value.
 
     Raises:
         ConfigError: an option is unknown.
@@ -313,11 +322,11 @@ def split_paths(arguments: Sequence[str]) -> tuple[list[str], list[tuple[str, st
 
 
 def _require_recipe(path: str, verb: str) -> None:
-    """Raise an error if `path` can't be a recipe.
+    """Raise an error if a path can't be that of a recipe.
 
     Raises:
-        ConfigError: `path` is a folder, a text file or a corpus. The message contains the command
-            to use for it.
+        ConfigError: `path` is a folder, a text file or a corpus. The message shows a command that
+            accepts it.
     """
     from firstlight.data.shards import MANIFEST_NAME
     from firstlight.data.sources import SUFFIXES

@@ -26,9 +26,9 @@ _EXIT_CODE = "firstlight.exit_code"
 def with_json(verb: Callable[P, dict[str, Any]]) -> Callable[P, None]:
     """Decorator that adds the option --json to a command.
 
-    With --json, the return value of the function is printed to stdout as one JSON object, and text
-    that the function prints with `show` goes to stderr. The value of the option is passed to the
-    function as `as_json`.
+    With --json, the return value of the function is printed to stdout as one JSON object. Text that
+    the function prints with `show` is then written to stderr instead of stdout. The function
+    receives the value of the option as its argument `as_json`.
     """
 
     @click.option("--json", "as_json", is_flag=True, help="Print one JSON object to stdout.")
@@ -46,15 +46,17 @@ def with_json(verb: Callable[P, dict[str, Any]]) -> Callable[P, None]:
 
 
 def end_with(code: int) -> None:
-    """Set the exit code with which a `with_json` command ends when its function returns."""
+    """Set the exit code with which a command ends after its function has returned. The command must
+    be decorated with `with_json`.
+    """
     click.get_current_context().meta[_EXIT_CODE] = code
 
 
 def write_out(text: str) -> None:
     """Write text to stdout in UTF-8, regardless of the terminal's encoding.
 
-    If stdout is a terminal, control characters are replaced (see `visible`). Files and other
-    programs receive the text unchanged.
+    If stdout is a terminal, control characters are replaced by `visible`. If stdout is a file or a
+    pipe, the text is written unchanged.
     """
     if sys.stdout.isatty():
         text = visible(text)
@@ -65,8 +67,8 @@ def write_out(text: str) -> None:
 def show(line: str = "") -> None:
     """Print one line of a command's result to stdout or, with --json, to stderr.
 
-    If the reader of stdout has closed the pipe (`| head`), the command continues, because it may
-    still have to write files.
+    If the program that reads stdout has closed the pipe, as `head` does, the command continues,
+    because it may still have to write files.
     """
     context = click.get_current_context(silent=True)
     if context is not None and context.params.get("as_json"):
@@ -86,7 +88,7 @@ def discard_stdout() -> None:
 
 
 def show_rows(rows: Iterable[tuple[str, object]], line: Callable[[str], None] = show) -> None:
-    """Print (name, value) pairs as aligned lines. `line` is the function that prints each line."""
+    """Print pairs of names and values as aligned lines. Each line is printed by calling `line`."""
     rows = list(rows)
     width = max(len(name) for name, _ in rows)
     for name, value in rows:
@@ -94,11 +96,11 @@ def show_rows(rows: Iterable[tuple[str, object]], line: Callable[[str], None] = 
 
 
 def say_findings(findings: Iterable[Finding], run: str = "") -> None:
-    """Print the findings about a run on stderr, each with its advice.
+    """Print findings about a run on stderr, each of them with advice.
 
     Args:
         findings: findings to print.
-        run: name of the run; used if several runs are compared.
+        run: name of the run, which is printed if several runs are compared.
     """
     for finding in findings:
         say(f"warning: {f'{run}: ' if run else ''}{finding.text}")
@@ -114,8 +116,11 @@ def show_table(rows: Sequence[Sequence[str]]) -> None:
 
 
 def with_bar(what: str, work: Callable[[Callable[[int, int], None]], T]) -> T:
-    """Call `work` while a progress bar is displayed, and return its result. The argument of `work`
-    is a function that updates the bar with the number of finished items and their total."""
+    """Call `work` while a progress bar is displayed, and return the result.
+
+    The argument of `work` is a function that updates the progress bar. It is called with the number
+    of finished items and the total number of items.
+    """
     with progress_bar() as bar:
         task = bar.add_task(what, total=None)
 

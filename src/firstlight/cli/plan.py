@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from firstlight.planner.plan.plan import Budget, Plan
     from firstlight.recipe import Recipe
 
-#: Exit code if the recipe does not fit in memory.
+#: Exit code of `firstlight plan` if the recipe does not fit in memory.
 DOES_NOT_FIT_EXIT_CODE = 3
 
 
@@ -68,11 +68,12 @@ def plan_command(
     """Predict the memory and speed of a run, on this machine or another GPU, and find the best
     settings.
 
-    The recipe's model and training step run on tensors that take no memory, so a laptop can plan
-    for a GPU that it does not have. Without prepared data, set planning.vocab_size.
+    The model and the training step of the recipe are run on tensors that take no memory, so a
+    laptop can plan a run for a GPU that it does not have. If the data has not been prepared yet,
+    set planning.vocab_size.
 
-    The exit code is 3 if the recipe does not fit in memory or, with --write or --budget, if
-    nothing fits.
+    The exit code is 3 if the recipe does not fit in memory. With --write or --budget, it is 3 if no
+    settings fit in memory.
     """
     path, overrides = split_arguments(arguments, "plan")
     device = {"--gpu": gpu, "--gpu-memory": gpu_memory, "--gpus": gpus if gpus > 1 else None}
@@ -80,8 +81,8 @@ def plan_command(
         raise ConfigError(f"{write} already exists: choose another file for --write")
     from firstlight.planner.plan import processes as workers
 
-    # Start the processes before the slow imports below, so that they import their modules at the
-    # same time.
+    # Start these processes before the slow imports below, so that they import their modules at the
+    # same time as this process.
     with workers.started() as processes:
         from firstlight.console import progress_bar
         from firstlight.planner.plan.estimate import Estimator
@@ -120,10 +121,10 @@ def plan_command(
 
 
 def _budget(time: str | None, tokens: str | None, price_per_hour: float | None) -> Budget:
-    """Return the budget that --budget, --tokens and --price-per-hour specify.
+    """Return the budget that is specified by --budget, --tokens and --price-per-hour.
 
     Raises:
-        ConfigError: the time or the number is invalid.
+        ConfigError: the duration or the number is invalid.
     """
     from firstlight.planner.plan.plan import Budget
 
@@ -145,7 +146,7 @@ def _show(plan: Plan) -> None:
 
 
 def _written(plan: Plan, path: Path | None, searched: bool) -> Path | None:
-    """Write the plan's recipe to `path`. Return the path, or None if nothing was written."""
+    """Write the recipe of a plan to `path`. Return the path, or None if nothing was written."""
     if path is None:
         return None
     if searched and plan.chosen is None:
@@ -165,18 +166,18 @@ def next_command(
     wanted: Sequence[str],
     written: Path | None,
 ) -> str:
-    """Return the command that the user should run next, which starts a training run or makes a
+    """Return the command that the user should run next. It trains with the recipe or makes a
     different plan.
 
     Args:
         plan: the plan.
-        path: recipe given on the plan's command line.
-        overrides: (section.key, value) pairs given on the plan's command line.
-        init_from: value of --init-from on the plan's command line.
-        where: device options given on the plan's command line, as a list of words.
-        wanted: budget options given on the plan's command line, as a list of words. If there are
-            none, options for a typical budget.
-        written: path of the recipe that --write wrote; None if nothing was written.
+        path: path of the recipe given on the command line.
+        overrides: overrides given on the command line, as pairs of `section.key` and value.
+        init_from: value of --init-from given on the command line.
+        where: device options given on the command line, as a list of words.
+        wanted: budget options given on the command line, as a list of words. If none were given,
+            options for a typical budget.
+        written: path of the recipe written by --write. None if nothing was written.
     """
     from firstlight.planner.plan.text import changed_options
 
@@ -191,7 +192,7 @@ def next_command(
         return shlex.join(["firstlight", "train", path, *_options(given), *start, *many])
     plan_again = ["firstlight", "plan", path, *_options(given), *start, *where]
     if plan.suggested is None and not plan.methods:
-        return shlex.join(plan_again)  # The search was disabled with --no-search.
+        return shlex.join(plan_again)  # The user has disabled the search with --no-search.
     new = f"{Path(path).stem}-planned.yaml"
     return shlex.join([*plan_again, *wanted, "--write", new])
 
@@ -205,8 +206,8 @@ def _needs_more_devices(one: Estimate) -> bool:
 
 
 def _preparation(recipe: Recipe) -> str | None:
-    """Return a command that prepares the recipe's first missing corpus, or None if all data
-    exists.
+    """Return a command that prepares the first missing corpus of the recipe, or None if all corpora
+    exist.
     """
     from firstlight.data.remote import is_url
     from firstlight.data.shards import MANIFEST_NAME
@@ -220,7 +221,7 @@ def _preparation(recipe: Recipe) -> str | None:
 
 
 def write_recipe(path: Path, recipe: Any) -> None:
-    """Write a recipe, including all of its keys, to a YAML file."""
+    """Write a recipe with all of its keys to a YAML file."""
     from firstlight.files.atomic import write_file
     from firstlight.recipe.load import yaml_text
 

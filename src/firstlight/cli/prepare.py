@@ -15,7 +15,7 @@ from firstlight.cli.output import show, with_json
 from firstlight.console import counted, human_bytes, parse_count, say
 from firstlight.errors import ConfigError
 
-#: Default values of the options that apply only to --kind text, keyed by parameter name.
+#: Default values of the options that can be used only with --kind text, keyed by parameter name.
 _OF_TEXT = {
     "workers": None,
     "engine": "local",
@@ -65,7 +65,8 @@ _OF_TEXT = {
     "is cut between two characters, so the split can be a few tokens short.",
 )
 @as_is_option
-# Project Gutenberg's licence is removed by default. The hidden option keeps older commands working.
+# The licence of Project Gutenberg is removed by default. The hidden option exists for compatibility
+# with older commands.
 @click.option("--strip-gutenberg", is_flag=True, expose_value=False, hidden=True)
 @click.option(
     "--kind",
@@ -123,20 +124,22 @@ def prepare_command(
     """Tokenize a corpus, and write it to --out as shards.
 
     INPUT is a file, folder or glob, the word `stdlib`, or hf:NAME[:CONFIG[:SPLIT]]. The default
-    split is "train"; hf:NAME::validation selects another split. Files can be text or code with any
-    file name extension or none, .jsonl, .ndjson, .csv or .tsv (all of these also compressed as .gz,
-    .bz2, .xz or .zst), or .parquet. Each text file, line of a JSONL file and row of a table is one
-    document; <|endoftext|> and similar separators also end a document. Text must be encoded as
+    split is "train". To select a different split, use hf:NAME::validation, for example. Files can
+    be text or code with any file name extension or none, .jsonl, .ndjson, .csv or .tsv (all of
+    these also compressed as .gz, .bz2, .xz or .zst), or .parquet. Each text file, each line of a
+    JSONL file and each row of a table is one document. Text files can also contain several
+    documents that are separated by <|endoftext|> or a similar separator. Text must be encoded as
     UTF-8, or as UTF-16 or UTF-32 with a byte-order mark. Documents that can't be read are listed in
-    OUT/rejected.jsonl; files of other kinds are counted. As the only input, random:TOKENS[:SEED]
-    yields uniformly random tokens for measurements.
+    OUT/rejected.jsonl. Files of other kinds are only counted. If random:TOKENS[:SEED] is the only
+    input, the corpus consists of uniformly random tokens, which are useful for measurements.
 
     With --kind chat, INPUT is a .jsonl, .ndjson, .json, .csv, .tsv, .parquet, .arrow or .txt file,
-    or hf:NAME[:CONFIG[:SPLIT]], and each record is a conversation. A record can consist of
-    {messages} or {conversations}; of a question and its answer, such as {instruction, input,
-    output} or {prompt, completion}; or of a text with the names of the speakers. With --kind
-    preference, each record is {prompt, chosen, rejected}. If a folder contains train, validation
-    and test files, these are the splits, and the test files are not used.
+    or hf:NAME[:CONFIG[:SPLIT]], and each record is a conversation. A record can have the keys
+    {messages} or {conversations}. It can consist of a question and its answer, as in {instruction,
+    input, output} or {prompt, completion}. It can also be a string that contains the names of the
+    speakers. With --kind preference, the keys of each record are {prompt, chosen, rejected}. If a
+    folder contains train, validation and test files, they are used as the splits, and the test
+    files are ignored.
     """
     of_text = {name: options.pop(name) for name in _OF_TEXT}
     of_chat = {name: value for name, value in options.items() if value not in (None, ())}
@@ -167,7 +170,7 @@ def prepare_command(
 
 
 def _prepare_text(inputs: tuple[str, ...], *folders: Path, **options: Any) -> dict[str, Any]:
-    """Prepare text documents. The arguments are passed to `firstlight.data.prepare.prepare`."""
+    """Prepare text documents. The options are arguments of `firstlight.data.prepare.prepare`."""
     from firstlight.data.prepare import prepare
 
     for name in ("max_documents", "max_tokens"):

@@ -1,4 +1,4 @@
-"""`firstlight push`, `firstlight push-data` and `firstlight card`."""
+"""The commands `firstlight push`, `firstlight push-data` and `firstlight card`."""
 
 from __future__ import annotations
 
@@ -59,9 +59,10 @@ def push_command(
     """Upload a model to the Hugging Face hub, with a model card.
 
     RUN_OR_MODEL is a run, a checkpoint, a Hugging Face model folder or a hub id. The upload
-    contains the weights (in the format of `convert`), the tokenizer, the recipe, the loss curve and
-    a card, but no optimizer state and no paths of this machine. Files that are already on the hub
-    are not uploaded again, so an interrupted upload can be continued by repeating the command.
+    contains the weights in the format that `firstlight convert` writes, the tokenizer, the recipe,
+    the loss curve and a card. It does not contain the optimizer state or any paths on this machine.
+    Files that are already on the hub are not uploaded again. To continue an interrupted upload,
+    repeat the command.
     """
     from firstlight.sharing.push import push
 
@@ -82,10 +83,10 @@ def push_command(
 def push_data_command(
     folder: Path, repository: str, dry_run: bool, as_json: bool, **options: Any
 ) -> dict[str, Any]:
-    """Upload a prepared corpus to the Hugging Face hub, with a card.
+    """Upload a prepared corpus to the Hugging Face hub, with a dataset card.
 
-    DATA is a folder that `firstlight prepare` wrote. Any machine can then train on it with
-    --data.dir hf://datasets/USER/NAME.
+    DATA is a folder written by `firstlight prepare`. Any machine can then train on the uploaded
+    corpus with --data.dir hf://datasets/USER/NAME.
     """
     from firstlight.sharing.push import push_data
 
@@ -107,10 +108,13 @@ def card_command(
     best: bool,
     as_json: bool,
 ) -> dict[str, Any]:
-    """Write the card of a model, with its description, data, recipe, results and use.
+    """Write a model card.
 
-    RUN_OR_MODEL is the same as for push. USER/NAME appears in the commands on the card. The file
-    can be edited and then passed to `firstlight push --card`.
+    The card describes the model, its data, its recipe, its results and how to use it.
+
+    RUN_OR_MODEL is a run, a checkpoint, a Hugging Face model folder or a hub id. USER/NAME is used
+    in the example commands on the card. The card can be edited and then passed to `firstlight push
+    --card`.
     """
     from firstlight.files.atomic import write_file
     from firstlight.sharing.card import model_card, read_facts

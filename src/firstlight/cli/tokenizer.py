@@ -1,4 +1,4 @@
-"""`firstlight tokenizer train`, `extend`, `encode` and `decode`."""
+"""The commands `firstlight tokenizer train`, `extend`, `encode` and `decode`."""
 
 from __future__ import annotations
 
@@ -83,15 +83,15 @@ def _count_texts(
     rejections: list[str],
     changes: ChangeCounts,
 ) -> Iterator[str]:
-    """Yield the text of each valid document, and count the documents.
+    """Yield the text of each valid document, and count all documents.
 
     Args:
         records: documents.
-        counts: dict with the keys "documents" (valid documents), "rejected" (rejected documents)
-            and "text_bytes"; its counts are updated in place.
-        rejections: list to which the location and error of the first rejected document are
-            appended.
-        changes: counts of the changes made to the documents, updated in place.
+        counts: counts to update in place. The keys are "documents" for the number of valid
+            documents, "rejected" for the number of rejected documents, and "text_bytes".
+        rejections: list to which the location of the first rejected document and the error in it
+            are appended.
+        changes: counts of the changes made to the documents. They are updated in place.
 
     Raises:
         InputError: there are no valid documents.
@@ -115,8 +115,9 @@ def _count_texts(
 
 
 class _ManyTokens(click.Command):
-    """A command with an --add option that takes several tokens: `--add A B` is the same as
-    `--add A --add B`."""
+    """A command whose option --add accepts several tokens. `--add A B` is equivalent to `--add A
+    --add B`.
+    """
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         spread: list[str] = []
@@ -149,9 +150,9 @@ def extend_command(
 ) -> dict[str, Any]:
     """Add special tokens, a chat template or both to a tokenizer, and write it to --out.
 
-    DIR is a tokenizer folder or file, a run, a model folder or a hub id, and comes before --add.
-    New tokens get the ids after the last existing id, and existing ids do not change. The tokens
-    that a built-in chat template requires are also added.
+    DIR is a tokenizer folder or file, a run, a model folder or a hub id. It must precede --add. New
+    tokens get the ids after the last existing id, and existing ids do not change. If a built-in
+    chat template requires additional tokens, they are added too.
     """
     from firstlight.checkpoint.selection import resolve_tokenizer
     from firstlight.files.atomic import new_folder, require_free
@@ -205,7 +206,7 @@ _tokenizer_argument = click.argument("source", type=click.Path(path_type=Path), 
 def encode_command(
     source: Path, text: str | None, special_tokens: bool, as_json: bool
 ) -> dict[str, Any]:
-    """Print the token ids of TEXT, or of the text on stdin.
+    """Print the token ids of TEXT or, without TEXT, those of the text on stdin.
 
     DIR is a tokenizer folder or file, a run, a model folder or a hub id.
     """
@@ -236,7 +237,8 @@ def encode_command(
 def decode_command(
     source: Path, ids: tuple[int, ...], special_tokens: bool, as_json: bool
 ) -> dict[str, Any]:
-    """Print the text of the token ids ID..., or of the token ids on stdin.
+    """Print the text that the token ids ID... represent. Without ID, the token ids are read from
+    stdin.
 
     DIR is a tokenizer folder or file, a run, a model folder or a hub id.
     """
@@ -259,12 +261,12 @@ def decode_command(
 
 
 def _try_out(tokenizer: Tokenizer) -> None:
-    """Render an ordinary conversation with the tokenizer's chat template, and print the result.
+    """Render a simple conversation with the tokenizer's chat template, and print the result.
 
-    Many errors in a template only become visible when the template is rendered.
+    Many errors in a template are not noticed until the template is rendered.
 
     Raises:
-        TokenizerError: the template is invalid, or the text is empty.
+        TokenizerError: the template is invalid, or the rendered text is empty.
     """
     from firstlight.errors import InputError, TokenizerError
 
@@ -286,16 +288,16 @@ def _try_out(tokenizer: Tokenizer) -> None:
 def _chat_template(
     name: str | None, tokenizer: Tokenizer, add: tuple[str, ...]
 ) -> tuple[str | None, list[str]]:
-    """Return the template that --chat-template specifies, and the additional tokens that this
-    template requires.
+    """Return the template specified by --chat-template, and the tokens that must be added for this
+    template.
 
     Args:
-        name: name of a built-in template, or a file; None for no template.
-        tokenizer: the tokenizer that will be extended.
+        name: name of a built-in template, or path of a file. None for no template.
+        tokenizer: tokenizer to extend.
         add: tokens specified by --add.
 
     Raises:
-        InputError: there is no such template, or the file can't be read.
+        InputError: the template does not exist, or the file can't be read.
     """
     if name is None:
         return None, []

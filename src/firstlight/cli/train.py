@@ -1,5 +1,5 @@
-"""`firstlight train`, which trains on texts (`firstlight train INPUT...`) or with a recipe, in one
-or several processes.
+"""The command `firstlight train`, which trains on text files (`firstlight train INPUT...`) or with
+a recipe, in one or several processes.
 """
 
 from __future__ import annotations
@@ -30,21 +30,21 @@ if TYPE_CHECKING:
     from firstlight.training.loop import TrainResult
 
 
-# Texts in place of a recipe
+# Training on text files instead of with a recipe
 
-#: Files that identify a folder as a run, a model or a prepared corpus instead of a folder of texts.
-#: Each file name is mapped to a pattern that the file must contain, because users' own files can
-#: have the same names. The names are repeated here, because the modules that define them import
-#: torch, which would delay the first line of output.
+#: Files by which a run, a model or a prepared corpus is distinguished from a folder with text
+#: files. Each file name is mapped to a pattern that the file must contain, because text files of
+#: users can have the same names. The file names are also defined in other modules, but these
+#: modules import torch, which would delay the first line of output.
 _OTHER_FOLDERS = {
     "recipe.yaml": r"^data:",
     "config.json": r'"(model_type|architectures)"\s*:',
     "manifest.json": r'"tokenizer_sha256"\s*:',
 }
-#: Number of characters at the beginning of such a file in which the pattern is searched for.
+#: Number of characters at the beginning of a file that are searched for the pattern.
 _HEAD_BYTES = 1 << 20
 
-#: Parameter names of the options that apply only when training on texts.
+#: Parameter names of the options that can be used only when training on text files.
 TEXT_OPTIONS = (
     "budget",
     "tokens",
@@ -59,7 +59,7 @@ TEXT_OPTIONS = (
 )
 
 
-#: Decorator that adds the options that apply only when training on texts.
+#: Decorator that adds the options that can be used only when training on text files.
 text_options = grouped(
     click.option("--budget", metavar="TIME", help="With texts: time for the command, such as 30m."),
     click.option("--tokens", metavar="N", help="With texts: tokens to train on, such as 10M."),
@@ -91,8 +91,8 @@ text_options = grouped(
 
 
 def takes_texts(paths: Sequence[str]) -> bool:
-    """Return True if the paths are text files or folders of texts, rather than a recipe, run, model
-    or prepared corpus.
+    """Return True if the paths are text files or folders with text files. Return False for a
+    recipe, a run, a model or a prepared corpus.
     """
     places = [Path(path).expanduser() for path in paths]
     if any(place.suffix.lower() in (".yaml", ".yml") for place in places):
@@ -107,10 +107,9 @@ def takes_texts(paths: Sequence[str]) -> bool:
 
 
 def _holds(path: Path, sign: str) -> bool:
-    """Return True if the file exists and contains the pattern `sign`.
+    """Return True if a file exists and contains the pattern `sign`, or if it can't be read.
 
-    Also return True if the file can't be read. The error that is raised later then reports that the
-    file can't be read.
+    If the file can't be read, an error that is raised later reports this to the user.
     """
     if not path.is_file():
         return False
@@ -124,19 +123,19 @@ def _holds(path: Path, sign: str) -> bool:
 def train_texts_command(
     paths: Sequence[str], overrides: Sequence[tuple[str, str]], options: dict[str, Any]
 ) -> tuple[dict[str, Any], TrainResult | None]:
-    """Train on texts or conversations or, with --plan-only, show the plan of the run.
+    """Train on text files or conversations. With --plan-only, only show the plan of the run.
 
     Args:
-        paths: input texts or conversations.
-        overrides: (`section.key`, value) pairs.
-        options: values of the command's options, keyed by parameter name.
+        paths: files or folders with text or conversations.
+        overrides: pairs of `section.key` and value.
+        options: values of the command-line options, keyed by parameter name.
 
     Returns:
-        The command's result as a JSON object, and the training result, which is None if nothing was
-        trained.
+        A tuple of the command's result as a JSON object, and the result of the training run, which
+        is None if there was no training run.
 
     Raises:
-        ConfigError: options contradict each other, or several processes were started.
+        ConfigError: options contradict each other, or the user has started several processes.
     """
     from firstlight.from_texts.run import train_texts, work_of
 
@@ -159,8 +158,8 @@ def train_texts_command(
             say(f"no --budget given: planning for {time_text(DEFAULT_SECONDS)}")
             request = dataclasses.replace(request, seconds=DEFAULT_SECONDS)
         plan = work_of(request, say, progress=True).plan(request, options["gpu"])
-        # Imported after the first message, because this module imports torch, which takes several
-        # seconds.
+        # Import this module after the first message has been printed, because it imports torch,
+        # which takes several seconds.
         from firstlight.from_texts.machine import fitted_recipe
 
         plan = fitted_recipe(plan).applied_to(plan)
@@ -192,7 +191,7 @@ def train_texts_command(
 
 
 def _ask(plan: RunPlan) -> float:
-    """Ask the user for the maximum duration of the run, and return it in seconds."""
+    """Ask the user how long the run may take at most, and return the time in seconds."""
     from firstlight.from_texts.plan import offers
 
     say("How long should the run take?")
@@ -215,20 +214,22 @@ def _ask(plan: RunPlan) -> float:
 
 # The command
 
-#: Advice printed after a run was stopped: for runs on texts, which continue by themselves, and for
-#: runs of recipes.
+#: Advice that is printed when a run has been stopped. `AGAIN` is for runs on text files, which
+#: continue automatically, and `CONTINUE` is for runs with a recipe.
 AGAIN = "run the same command again"
 CONTINUE = "to continue, add --resume to the same command"
 
 
 class Interrupted(FirstlightError):  # noqa: N818  (the error type in the output of --json)
-    """Ctrl-C ended a run at once."""
+    """A run was ended immediately by Ctrl-C."""
 
     exit_code = 130
 
 
 class _StepCount:
-    """The number of steps that this command has trained, counted by `on_step`."""
+    """Counter for the steps that this command has trained. Its method `add` is the `on_step`
+    callback of a run.
+    """
 
     def __init__(self) -> None:
         self.steps = 0
@@ -238,11 +239,11 @@ class _StepCount:
 
     @contextlib.contextmanager
     def explaining(self, advice: Callable[[], str]) -> Iterator[None]:
-        """Replace a KeyboardInterrupt by an `Interrupted` error.
+        """Context manager that converts a KeyboardInterrupt to an `Interrupted` error.
 
         Args:
-            advice: function that returns the advice after the first step. Before it, the same
-                command can always be repeated.
+            advice: function that returns the advice for the user if at least one step has been
+                trained. Before the first step, the user can always repeat the command.
         """
         try:
             yield
@@ -271,17 +272,17 @@ _USUAL_KEYS = (
     "lora.rank",
 )
 
-#: Environment variables that launchers set. If one of them is set, the process that estimates the
-#: run's duration is not started early. Only the main process makes this estimate, and the rank is
-#: unknown until torch has been imported.
+#: Environment variables that are set by launchers. If one of them is set, the process that
+#: estimates the duration of the run is not started early. Only rank 0 needs this process, and the
+#: rank is not known until torch has been imported.
 _RANKS = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
 
 
 class _TrainCommand(click.Command):
-    """A command that can start several processes with --nproc, and whose help lists the keys of a
-    recipe.
+    """A command with the option --nproc, which starts several processes. Its help text lists the
+    keys of a recipe.
 
-    The keys are collected only when the help is printed, because collecting them imports torch.
+    The recipe keys are collected only when the help text is printed, because this imports torch.
     """
 
     def invoke(self, ctx: click.Context) -> Any:
@@ -312,7 +313,7 @@ class _TrainCommand(click.Command):
 def _write_short(
     formatter: click.HelpFormatter, sections: Mapping[str, list[tuple[str, str]]]
 ) -> None:
-    """Write a line for each of the most commonly used keys, followed by the names of all
+    """Write one line for each of the most commonly used recipe keys, followed by a list of all
     sections.
     """
     known = {name: text for rows in sections.values() for name, text in rows}
@@ -405,17 +406,17 @@ def _show_all_help(ctx: click.Context, _: click.Parameter, is_asked: bool) -> No
 def train_command(arguments: tuple[str, ...], as_json: bool, **options: Any) -> dict[str, Any]:
     """Train a model on texts or with a recipe, or fine-tune an existing model.
 
-    INPUT is text as for `firstlight prepare`: files, folders, globs, `stdlib` or hf:NAME. The
-    tokenizer, model, batch size, learning rates and number of steps are chosen for the text, this
-    machine and --budget. With --init-from MODEL, that model is fine-tuned, and INPUT can also be
-    conversations or preference pairs.
+    INPUT specifies text in the same way as for `firstlight prepare`: files, folders, globs,
+    `stdlib` or hf:NAME. The tokenizer, model, batch size, learning rates and number of steps are
+    chosen based on the amount of text, this machine and --budget. With --init-from MODEL, the model
+    is fine-tuned. In this case, INPUT can also be conversations or preference pairs.
 
-    Every recipe key is also an option, such as --optimizer.learning_rate 3e-4.
+    Each recipe key is also an option, such as --optimizer.learning_rate 3e-4.
 
-    SIGTERM, Ctrl-C and SIGUSR1 stop the run after the current step, with a checkpoint and exit code
-    75. To continue, repeat the command; recipes need --resume. A second signal stops it at once.
-    Creating the file `save-now` in the run folder saves a checkpoint. A diverged run ends with exit
-    code 76.
+    SIGTERM, Ctrl-C and SIGUSR1 stop the run after the current step. The run saves a checkpoint and
+    exits with code 75. To continue, repeat the command; recipes need --resume. A second signal
+    stops it at once. Create `save-now` in the run folder to save a checkpoint. A diverged run exits
+    with code 76.
     """
     from firstlight.data.sources import missing_input, special_input, special_kind
 
@@ -445,7 +446,7 @@ def train_command(arguments: tuple[str, ...], as_json: bool, **options: Any) -> 
 def _train_on_texts(
     paths: Sequence[str], overrides: Sequence[tuple[str, str]], options: dict[str, Any]
 ) -> dict[str, Any]:
-    """Run `firstlight train` on texts or conversations instead of a recipe."""
+    """Run `firstlight train` on text files or conversations."""
     if options["plan"]:
         raise ConfigError("--plan is only for recipes: omit it with texts, or use --plan-only")
     if options["new_rows"] != _NEW_ROWS:
@@ -472,15 +473,15 @@ def _train_recipe(
     plan: str | None,
     **start: Any,
 ) -> dict[str, Any]:
-    """Run `firstlight train` with a recipe. `start` contains the options `resume`, `init_from` and
-    `new_rows`.
+    """Run `firstlight train` with a recipe. `start` contains the values of the options `resume`,
+    `init_from` and `new_rows`.
     """
     from firstlight.planner.plan.processes import RunForecaster
 
     with RunForecaster() as forecaster:
         if plan is None and not any(name in os.environ for name in _RANKS):
-            # Start the forecaster early, so that its process imports torch at the same time as this
-            # process.
+            # Start the process that estimates the duration of the run early, so that it imports
+            # torch at the same time as this process.
             forecaster.start()
         from firstlight.checkpoint.selection import list_checkpoints
         from firstlight.parallel import find_world
@@ -501,10 +502,10 @@ def _train_recipe(
         if plan is not None:
             recipe = _planned(recipe, start["resume"], start["init_from"])
         start |= {"branch_from": branch_from, "progress": True, "forecaster": forecaster}
-        assert recipe.run.dir is not None  # set by `load_recipe` and `cooldown_recipe`
+        assert recipe.run.dir is not None  # This key is set by `load_recipe` and `cooldown_recipe`.
         folder = Path(recipe.run.dir).expanduser()
-        # Don't suggest repeating the command of a cooldown, because it could then branch off from a
-        # newer checkpoint.
+        # Do not suggest repeating the command for a cooldown, because the cooldown could then
+        # branch off from a newer checkpoint.
         again = (
             f"continue with firstlight train {shlex.quote(str(folder / 'recipe.yaml'))} --resume"
         )
@@ -524,8 +525,8 @@ def _train_recipe(
 
 
 def _end_stopped(result: TrainResult, advice: str) -> None:
-    """Set the exit code if a run diverged or was stopped. `advice` explains how to resume a stopped
-    run.
+    """Set the exit code of the command if the run diverged or was stopped. `advice` explains how to
+    resume a run that was stopped.
     """
     if result.stopped_by is not None:
         say(f"stopped by {result.stopped_by} and saved: {advice}")
@@ -542,12 +543,12 @@ def _cooled(
     Args:
         trunk: run folder or checkpoint folder.
         steps: number of steps of the cooldown.
-        overrides: (section.key, value) pairs.
-        resume: True to resume the cooldown's run.
+        overrides: pairs of `section.key` and value.
+        resume: True to resume the run of the cooldown.
 
     Raises:
-        ConfigError: `trunk` is a run folder in which another process or a resumed run could find a
-            newer checkpoint.
+        ConfigError: `trunk` is a run folder, and there are several processes or the run is resumed.
+            A newer checkpoint could then be found than when the cooldown started.
     """
     from firstlight.parallel import find_world
     from firstlight.training.cooldown import cooldown_recipe
@@ -562,7 +563,7 @@ def _cooled(
 
 
 def _show(result: TrainResult) -> None:
-    """Print the result of a run, and the commands that use the trained model."""
+    """Print the result of a run, and commands that use the trained model."""
     from firstlight.from_texts.result import command_lines, first_words, model_commands
     from firstlight.run_log.names import REPORT_NAME, SAMPLES_NAME
     from firstlight.run_log.reader import last_start, sound_json_lines
@@ -576,7 +577,7 @@ def _show(result: TrainResult) -> None:
     ]
     if result.evaluation is not None:
         rows.append(("val/loss", f"{result.evaluation.loss:.4f}"))
-        # Bits per byte do not exist for preference pairs.
+        # Bits per byte are not defined for preference pairs.
         if not math.isnan(result.evaluation.bits_per_byte):
             share = result.evaluation.rows / max(result.evaluation.total_rows, 1)
             part = f", measured on {100 * share:.0f}% of it" if share < 0.995 else ""
@@ -616,7 +617,7 @@ def _as_json(result: TrainResult) -> dict[str, Any]:
 
 
 def _best_of(init_from: str | None) -> str:
-    """Return the folder of the best checkpoint of the run `init_from`.
+    """Return the folder of the best checkpoint in the run folder `init_from`.
 
     Raises:
         ConfigError: --init-from is missing.
@@ -629,18 +630,18 @@ def _best_of(init_from: str | None) -> str:
 
 
 def _figures(evaluation: Any) -> dict[str, Any]:
-    """Return the metrics of an evaluation without NaN values. For preference pairs, metrics that do
-    not exist are NaN.
+    """Return the metrics of an evaluation without NaN values. NaN stands for metrics that do not
+    exist for preference pairs.
     """
     found = dataclasses.asdict(evaluation)
     return {key: value for key, value in found.items() if value == value}
 
 
 def _planned(recipe: Any, resume: bool, init_from: str | None) -> Any:
-    """Return the recipe with the settings of `--plan auto`.
+    """Return the recipe with the settings that `--plan auto` chooses.
 
-    A resumed run keeps the settings of its first plan. They are read from the recipe in the run
-    folder.
+    A resumed run keeps the settings that were chosen when it was started. They are read from the
+    recipe in the run folder.
 
     Raises:
         ConfigError: there are several processes, or no valid plan was found.
@@ -666,18 +667,20 @@ def _planned(recipe: Any, resume: bool, init_from: str | None) -> Any:
 
 # Several processes
 
-#: Options that start several processes.
+#: Options that control how many processes are started.
 LAUNCH_OPTIONS = ("nproc", "nnodes", "node-rank", "rdzv-endpoint", "max-restarts")
 
 
 def launch_if_asked(ctx: click.Context) -> int | None:
-    """Remove `LAUNCH_OPTIONS` from a command's parameters, and start the requested processes.
+    """Remove `LAUNCH_OPTIONS` from the parameters of a command, and start the processes that they
+    request.
 
     Returns:
-        The exit code of the processes, or None if this process must do the work itself.
+        The exit code of the processes, or None if no processes were requested and this process must
+        run the command itself.
 
     Raises:
-        ConfigError: the options contradict each other, or a launcher has started this process.
+        ConfigError: the options contradict each other, or this process was started by a launcher.
         RankError: a rank failed.
     """
     asked = {name: ctx.params.pop(name.replace("-", "_")) for name in LAUNCH_OPTIONS}
@@ -694,7 +697,7 @@ def launch_if_asked(ctx: click.Context) -> int | None:
     count = _count(nproc)
     if count == 1 and nnodes == 1 and not asked["max-restarts"]:
         return None
-    # By default, torch's C++ code prints a long stack trace for each broken connection.
+    # Without this setting, torch's C++ code prints a long stack trace for each broken connection.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     from firstlight.parallel.elastic import Launch, launch
 
@@ -705,13 +708,15 @@ def launch_if_asked(ctx: click.Context) -> int | None:
         asked["rdzv-endpoint"] or "",
         max_restarts=asked["max-restarts"] or 0,
     )
-    # -P prevents Python from importing modules from the current folder.
+    # The option -P prevents Python from importing modules from the current folder.
     command = [sys.executable, "-P", "-m", "firstlight", *arguments_of(ctx)]
     return launch(command, options, () if ctx.params.get("resume") else ("--resume",))
 
 
 def arguments_of(ctx: click.Context) -> list[str]:
-    """Return the name and arguments of the command for a new process, without `LAUNCH_OPTIONS`."""
+    """Return the name and the arguments of the command that a new process must run, without
+    `LAUNCH_OPTIONS`.
+    """
     assert ctx.info_name is not None
     arguments = [ctx.info_name]
     for parameter in ctx.command.params:
@@ -720,7 +725,7 @@ def arguments_of(ctx: click.Context) -> list[str]:
         if isinstance(parameter, click.Argument):
             arguments += value or ()
         elif isinstance(value, tuple):
-            # The option can be given several times.
+            # An option that can be given several times has a tuple as its value.
             arguments += [word for one in value for word in (parameter.opts[0], str(one))]
         elif value is not None and value != parameter.get_default(ctx):
             arguments += [parameter.opts[0]] if value is True else [parameter.opts[0], str(value)]
@@ -728,16 +733,17 @@ def arguments_of(ctx: click.Context) -> list[str]:
 
 
 def _require_no_launcher(nnodes: int) -> None:
-    """Raise an error if a launcher started this process.
+    """Raise an error if this process was started by a launcher such as torchrun.
 
     Raises:
-        ConfigError: a launcher started this process. With --nproc, each of the launcher's processes
-            would start several more.
+        ConfigError: a launcher started this process. With --nproc, each process started by the
+            launcher would start several more processes.
     """
     from firstlight.parallel.world import find_world
 
     variables = {"TORCHELASTIC_RUN_ID", "LOCAL_RANK"}
-    # With several machines, a launcher such as srun can start this command once per machine.
+    # If the run uses several machines, a launcher such as srun is allowed to start this command
+    # once per machine.
     if variables & os.environ.keys() or (nnodes == 1 and find_world().size > 1):
         raise ConfigError(
             "a launcher started this process: omit --nproc, or run the command without the launcher"

@@ -51,11 +51,14 @@ _SHOWN = 10
 def tune_command(
     arguments: tuple[str, ...], out: Path | None, budget: str, as_json: bool, **options: Any
 ) -> dict[str, Any]:
-    """Search keys of a recipe for the lowest held-out loss, with short training runs.
+    """Search for the recipe values with the lowest held-out loss.
 
-    Each trial trains the recipe with a shortened schedule in a separate process, with the same seed
-    and number of tokens. Optuna proposes values, and unpromising trials are stopped early. The
-    first trial uses the values of the recipe. Repeating the command continues a stopped study.
+    The loss is measured in short training runs, which are called trials.
+
+    Each trial trains the recipe in a separate process with a shortened schedule. All trials use the
+    same seed and the same number of tokens. The first trial uses the values in the recipe, and
+    Optuna proposes the values for all other trials. Unpromising trials are stopped early. To
+    continue a study that was stopped, repeat the command.
     """
     path, overrides = split_arguments(arguments, "tune")
     from firstlight.recipe import load_recipe

@@ -1,4 +1,4 @@
-"""`firstlight watch`: show the progress of a run in another process."""
+"""The command `firstlight watch`, which shows the progress of a run in another process."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
 #: Time in seconds between two reads of the run folder.
 _SECONDS_BETWEEN = 0.5
-#: Keys that every line about a training step has in the metrics. Lines without these keys, such as
-#: the evaluation before step 1, are not shown.
+#: Keys that every record of a training step has in metrics.jsonl. Records without these keys, such
+#: as the evaluation before the first step, are not shown.
 _SHOWN = {"train/loss", "learning_rate", "tokens_per_second", "memory_bytes"}
 
 
@@ -29,10 +29,11 @@ class _Shown:
     """The state of a run that is currently displayed.
 
     Attributes:
-        step: number of the last step read; 0 before the first step.
-        steps: total number of steps of the run; None if unknown.
-        limit: step at which a run with a time budget ends even if time is left; None if unknown.
-        seconds: total duration of the steps so far, as recorded in the run's metrics.
+        step: number of the last step read. 0 before the first step.
+        steps: total number of steps of the run. None if unknown.
+        limit: step at which a run with a time budget ends even if there is time left. None if
+            unknown.
+        seconds: total duration of all steps up to `step`, as recorded in the metrics of the run.
     """
 
     def __init__(self) -> None:
@@ -42,8 +43,8 @@ class _Shown:
         self._read_at = time.monotonic()
 
     def clock(self) -> float:
-        """Return the total duration of the steps plus the time since the last step was read. Both
-        are in seconds.
+        """Return the total duration of all steps plus the time since the last step was read, in
+        seconds.
         """
         return self.seconds + time.monotonic() - self._read_at
 
@@ -61,10 +62,13 @@ class _Shown:
 @click.command("watch")
 @click.argument("run", metavar="RUN", type=click.Path(path_type=Path))
 def watch_command(run: Path) -> None:
-    """Follow a run in the terminal, with its progress, metrics, loss curve and latest sample text.
+    """Show the progress of a run in the terminal.
 
-    RUN is a run folder that another process writes or is about to create; for a finished run, the
-    last state is shown. The view ends with the run; Ctrl-C ends only the view.
+    The view contains the progress, the metrics, the loss curve and the latest sample text.
+
+    RUN is a run folder that another process is writing or will create. For a finished run, its last
+    state is shown. The command exits when the run ends. Ctrl-C ends this command without stopping
+    the run.
     """
     with contextlib.suppress(KeyboardInterrupt):
         _watch(run.expanduser())
@@ -78,7 +82,9 @@ def watch_command(run: Path) -> None:
 )
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 def dashboard_command(arguments: tuple[str, ...]) -> None:
-    """Raise an error that names the replacements for a command that has been removed."""
+    """Raise an error for a command that has been removed. The message names the commands that
+    replace it.
+    """
     raise ConfigError(
         "firstlight dashboard was removed: train with --run.trackers '[tensorboard]' and run "
         "`tensorboard --logdir RUNS`, or use trackio (`trackio show`); `firstlight "
@@ -117,8 +123,8 @@ def _watch(folder: Path) -> None:
     ):
         goes_on = True
         while goes_on:
-            # Check whether the run has ended before reading. If it has, all its lines have been
-            # written.
+            # Check whether the run has ended before reading its files. If it has, the files are
+            # complete.
             goes_on = is_held(folder)
             _show(follower.new(), shown, progress, view)
             if goes_on:
@@ -135,14 +141,15 @@ def _show(
     """Display new steps and the newest sample texts.
 
     Args:
-        found: for each new step, its line of metrics.jsonl and its sample texts.
-        shown: displayed state, updated in place.
-        progress: timer of the run. It is restarted if the run was resumed.
-        view: view in which to draw.
+        found: new steps, each with its record in metrics.jsonl and its sample texts.
+        shown: state of the run that is displayed, updated in place.
+        progress: timer for the progress of the run. It is restarted if the run has been resumed.
+        view: terminal view in which the run is displayed.
     """
     for record, _ in found:
         if record["step"] <= shown.step and shown.step:
-            # The run was resumed from a checkpoint, so its log is read again from the beginning.
+            # The run has been resumed from a checkpoint, so its log is read again from the
+            # beginning.
             progress.restart()
             shown.seconds = 0.0
         shown.add(record)
@@ -160,7 +167,7 @@ def _wait_for_run(folder: Path) -> None:
 
     said = False
     while not is_held(folder):
-        # `train TEXTS` prepares the texts in this folder before its run begins.
+        # `firstlight train TEXTS` prepares the data in this folder before training starts.
         is_preparing = is_held(folder, LOCK_NAME)
         if not is_preparing and folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
             require_run(folder)

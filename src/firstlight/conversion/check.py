@@ -1,11 +1,11 @@
 """Verify that a conversion has not changed the model.
 
-The source and the result are compared in three ways, each of which finds errors that the other two
-miss:
+The source model and the converted model are compared in three ways. Each comparison detects errors
+that the other two miss:
 
-- Comparing the tensors finds errors in rows or experts that the prompt does not use.
-- Comparing the logits on a fixed prompt finds wrong model settings.
-- Rendering a conversation with both chat templates finds a changed template.
+- Comparing the tensors detects errors in embedding rows or experts that the prompt does not use.
+- Comparing the logits on a fixed prompt detects wrong settings in the config.
+- Rendering a conversation with both chat templates detects a changed template.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from firstlight.tokenizer import Tokenizer
 from firstlight.weights.huggingface import config_from_hf
 from firstlight.weights.loading import fill, first_names, is_finite
 
-#: Prompt on which the logits of source and result are compared. Prose, numbers, code and a
-#: non-ASCII letter use many different rows of the embedding.
+#: Prompt on which the logits of the source and the result are compared. It contains prose, numbers,
+#: code and a non-ASCII letter, so that it uses many different rows of the embedding.
 PROMPT = (
     "The first light of day fell on 12 old houses.\n\n    def dawn(hour):\n"
     "        return hour + 0.5  # früh am Morgen\n"
@@ -34,74 +34,77 @@ PROMPT = (
 #: ids.
 _PROMPT_TOKENS = 64
 
-#: Conversation to render with the chat templates of source and result.
+#: Conversation that is rendered with the chat templates of the source and the result.
 CONVERSATION = [
     {"role": "user", "content": "When does the sun rise?"},
     {"role": "assistant", "content": "At six.\nIn winter, at eight."},
     {"role": "user", "content": "And set?"},
 ]
 
-#: Largest allowed difference between the logits of source and result, as a fraction of the source's
-#: largest logit, keyed by the format to which the weights were rounded ("f32": not rounded).
+#: Largest allowed difference between the logits of the source and the result, as a fraction of the
+#: source's largest absolute logit. The keys are the formats to which the weights were rounded. The
+#: key "f32" means that they were not rounded.
 #:
-#: Largest measured differences, also as fractions of the source's largest logit:
+#: These are the largest differences measured, as fractions of the source's largest absolute logit:
 #:
 #:     format   random models   stories260K
 #:     f16      0.0127          0.0006
 #:     bf16     0.037           0.005
 #:     q8_0     0.073           0.016
 #:
-#: The random models are 30 models of each family, with 2 to 4 layers and hidden size 64. They
-#: accumulate larger rounding errors than trained models, especially in the states of linear
-#: attention: without linear attention, the largest difference in f16 is 0.0041.
+#: For the column "random models", 30 models with random weights were converted per model family.
+#: They have 2 to 4 layers and a hidden size of 64. Random weights accumulate larger rounding errors
+#: than trained weights, especially in linear attention. Without the models that use linear
+#: attention, the largest difference in f16 is 0.0041.
 #:
-#: The limits of f16 and q8_0 are three times the largest difference. The limit of bf16 is larger,
-#: because models with hidden size 10 and head dimension 2 reach 0.13. The limit of f32 allows for a
-#: different order of summation.
+#: The limits for f16 and q8_0 are three times the largest difference. The limit for bf16 is larger,
+#: because models with a hidden size of 10 and a head dimension of 2 reach a difference of 0.13. The
+#: limit for f32 allows for a different order of summation.
 TOLERANCES = {"f32": 3e-5, "f16": 0.04, "bf16": 0.2, "q8_0": 0.22}
 
 #: Largest rounding error of a weight, keyed by the format to which the weights were rounded. The
-#: error is the sum of two numbers: a fraction of the tensor's largest absolute value, and an
-#: absolute error for subnormal numbers.
+#: error is the sum of a relative and an absolute error. The first number of each entry is the
+#: relative error, as a fraction of the tensor's largest absolute value. The second number is the
+#: absolute error, which accounts for subnormal numbers.
 _ROUNDING = {
     "f32": (0.0, 0.0),
     "f16": (2**-11, 2**-25),
     "bf16": (2**-8, 0.0),
-    # Half a quantisation step is 1/254 of the block's largest number. The block's scale is rounded
-    # to f16, and the rounding error is multiplied by up to 127. The error of 2^-25 for a subnormal
-    # scale therefore becomes 2^-18.
+    # Half a quantisation step is 1/254 of the largest number in the block. The scale of the block
+    # is rounded to f16, and its rounding error is multiplied by up to 127. The error of a subnormal
+    # scale, which is 2^-25, therefore becomes 2^-18.
     "q8_0": (2**-7, 2**-18),
 }
-#: Number of rows of a tensor that are compared at a time, so that their fp32 copies need less
-#: memory than the full tensor.
+#: Number of rows of a tensor that are compared at a time. The rows are copied to fp32, which would
+#: take too much memory for the full tensor.
 _ROWS = 4096
 
 
 def prompt_ids(tokenizer: Tokenizer | None, vocab_size: int, context: int) -> Tensor:
-    """Return the token ids on which source and result are compared. They are int64 of shape [1, T],
-    where T is the smaller of 64 and the context length.
+    """Return the token ids on which the logits of the source and the result are compared, as an
+    int64 tensor of shape [1, T]. T is 64 or the context length, whichever is smaller.
 
-    The sequence starts with the ids of `PROMPT` and continues with fixed ids from the full
-    vocabulary. Without a tokenizer, it contains only the fixed ids.
+    The sequence starts with the token ids of `PROMPT`, followed by fixed ids that are spread over
+    the vocabulary. Without a tokenizer, it consists of the fixed ids only.
     """
     count = min(_PROMPT_TOKENS, context)
     ids: list[int] = []
     if tokenizer is not None:
         start = [tokenizer.separator_id] if tokenizer.add_bos else []
-        # An id beyond the vocabulary has no row in the embedding.
+        # Ids outside the vocabulary have no row in the embedding.
         ids = [i for i in [*start, *tokenizer.encode(PROMPT)] if i < vocab_size]
-    # The quadratic formula spreads the ids over the vocabulary; consecutive ids would test only a
-    # small part of the vocabulary.
+    # The quadratic formula spreads the ids over the vocabulary. Consecutive ids would test only a
+    # small part of it.
     ids += [(7 * i * i + 3 * i + 1) % vocab_size for i in range(count)]
     return torch.tensor([ids[:count]])
 
 
 def check_dtype(config: ModelConfig) -> torch.dtype:
-    """Return the dtype in which the logits of source and result are computed. It is fp32, or bf16
-    if less than 8 bytes of memory per parameter are available.
+    """Return the dtype in which the logits of the source and the result are computed. It is fp32 if
+    at least 8 bytes of memory per parameter are available, and bf16 otherwise.
     """
-    # Two fp32 copies of the weights are in memory at once: those of the model, and those read from
-    # a GGUF file.
+    # Two copies of the weights in fp32 can be in memory at the same time: the parameters of the
+    # model and the tensors read from a GGUF file.
     needed = 8 * count_parameters(meta_model(config)).total
     return torch.float32 if needed < psutil.virtual_memory().available else torch.bfloat16
 
@@ -116,7 +119,7 @@ def logits_of(
     """Compute the logits of a model. Return fp32 logits of shape [1, T, V].
 
     Args:
-        config: the model's config.json as an object.
+        config: content of the model's config.json.
         tensors: weights, keyed by Hugging Face name.
         ids: int64 token ids of shape [1, T].
         dtype: dtype of the weights and of the computation.
@@ -136,7 +139,7 @@ def require_finite(tensors: Mapping[str, Tensor], where: str) -> None:
         where: name of the model, for the message.
 
     Raises:
-        ModelError: a tensor contains NaN or infinity; the message names up to three such tensors.
+        ModelError: a tensor contains NaN or infinity. The message names up to three such tensors.
     """
     broken = [name for name, tensor in tensors.items() if not is_finite(tensor)]
     if broken:
@@ -149,17 +152,18 @@ def require_finite(tensors: Mapping[str, Tensor], where: str) -> None:
 def require_same_tensors(
     source: Mapping[str, Tensor], result: Mapping[str, Tensor], kind: str, shifted: str = ""
 ) -> None:
-    """Compare each tensor of the source with that of the result.
+    """Compare each tensor of the source with the tensor of the same name in the result.
 
     Args:
         source, result: tensors, keyed by Hugging Face name.
-        kind: format to which the result was rounded, as a key of `TOLERANCES`. It is "f32" if the
-            result was not rounded.
-        shifted: name suffix of the norm weights that the result's file stores with 1 added; "" if
-            there are no such weights.
+        kind: format to which the weights were rounded, which is a key of `TOLERANCES`. It is "f32"
+            if they were not rounded.
+        shifted: name suffix of the norm weights to which the conversion adds 1. It is "" if there
+            are no such weights.
 
     Raises:
-        ModelError: a tensor is missing or differs by more than rounding; the message names it.
+        ModelError: a tensor is missing, or differs by more than the rounding error. The message
+            names the tensor.
     """
     share, smallest = _ROUNDING[kind]
     for name in sorted(source.keys() | result.keys()):
@@ -171,9 +175,8 @@ def require_same_tensors(
         largest, difference = _distance(source[name], result[name])
         limit = share * largest + smallest
         if shifted and name.endswith(shifted):
-            # The sum of 1 and the weight is rounded to fp32 when the file is written, and the
-            # difference is rounded when the file is read. Each rounding error is at most 2^-24 of
-            # the value.
+            # The weights are rounded to fp32 twice: when 1 is added to write the file, and when 1
+            # is subtracted to read it. Each rounding error is at most 2^-24 of the value.
             limit = max(limit, 2**-23 * (largest + 1))
         # Use `not <=`, because `difference > limit` would be False for NaN.
         if not difference <= limit:
@@ -185,7 +188,7 @@ def require_same_tensors(
 
 def _distance(source: Tensor, result: Tensor) -> tuple[float, float]:
     """Return the largest absolute value in `source`, and the largest absolute difference between
-    `source` and `result`. If their shapes differ, return 0 and infinity.
+    `source` and `result`. If the shapes of the two tensors differ, return 0 and infinity.
     """
     if source.shape != result.shape:
         return 0.0, float("inf")
@@ -203,22 +206,23 @@ def require_same_logits(
 ) -> tuple[float, float]:
     """Compare the logits of source and result.
 
-    At each position, the mean over the vocabulary is subtracted first, because softmax is invariant
-    to it. The logits of OpenAI's GPT-2, for example, are around -35 or -110. Relative to such large
-    values, any difference would look small.
+    At each position, the mean over the vocabulary is subtracted from the logits first. Softmax is
+    invariant to this mean, but it can be large: the logits of OpenAI's GPT-2, for example, are
+    around -35 or -110. Relative to such values, any difference would look small.
 
     Args:
         source, result: logits of shape [1, T, V].
-        limit: largest allowed difference, as a fraction of the source's largest logit.
-        is_routed: True if weights were rounded and the model has routers. Rounding then routes a
-            few tokens to different experts, which caused differences of up to 0.9 of the largest
-            logit in measurements. In this case, only half of the positions must be within the
-            limit. At the median position, the measured difference is the same as for models without
-            experts.
+        limit: largest allowed difference between two logits, as a fraction of the source's largest
+            absolute logit.
+        is_routed: True if the weights were rounded and the model routes tokens to experts. Only
+            half of the positions must then be within the limit. Rounding can send a few tokens to
+            different experts, and differences of up to 0.9 of the largest logit were measured for
+            such tokens. At the median position, the measured difference is the same as for models
+            without experts.
 
     Returns:
-        The largest difference at any position, and the largest absolute logit of the source, both
-        after the subtraction.
+        A tuple of the largest difference at any position and the source's largest absolute logit.
+        Both values are computed after the mean has been subtracted.
 
     Raises:
         ModelError: the logits differ by more than the limit, or are NaN.
@@ -238,19 +242,21 @@ def require_same_logits(
 
 
 def require_same_chat(source: Tokenizer, result: Tokenizer | None, what: str) -> list[str]:
-    """Render `CONVERSATION` with the chat templates of source and result, and compare the output.
+    """Render `CONVERSATION` with the chat templates of the source and the result, and compare the
+    output.
 
     Args:
-        source: the source's tokenizer.
-        result: the result's tokenizer; None means that the result has no chat template.
+        source: tokenizer of the source.
+        result: tokenizer of the result. None if the result has no chat template.
         what: name of the result, for the message.
 
     Returns:
-        A list with one note if both templates fail with the same error, otherwise an empty list.
+        A list with a note for the user if both templates fail with the same error. Otherwise, an
+        empty list.
 
     Raises:
-        ModelError: the output or the error messages differ, or only one of the two tokenizers has a
-            template.
+        ModelError: the two outputs or error messages differ, or only one of the two tokenizers has
+            a chat template.
     """
     expected = _rendered(source)
     found = None if result is None else _rendered(result)
@@ -271,14 +277,14 @@ def require_same_chat(source: Tokenizer, result: Tokenizer | None, what: str) ->
 
 
 def _rendered(tokenizer: Tokenizer) -> str | None:
-    """Render `CONVERSATION`. Return the rendered text or the template's error message, or None if
-    there is no template.
+    """Render `CONVERSATION` with a tokenizer's chat template. Return the rendered text or, if the
+    template fails, its error message. Return None if the tokenizer has no chat template.
     """
     if tokenizer.chat_template is None:
         return None
     try:
         return tokenizer.apply_chat_template(CONVERSATION, add_generation_prompt=True)
     except FirstlightError as error:
-        # The template is broken or does not support this conversation. The conversion can continue,
+        # The template has an error or does not support this conversation. The conversion continues,
         # because it copies the template unchanged.
         return str(error)

@@ -1,6 +1,6 @@
 """Convert a model to a Hugging Face folder, a GGUF file or an Ollama folder.
 
-The result is read back and rejected if it differs from the source.
+The converted model is read back, and it is rejected if it differs from the source.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ from firstlight.weights.stored import (
     save_weights,
 )
 
-#: Dtypes that each target format supports. "auto" keeps the source's dtype.
+#: Dtypes that each target format supports. "auto" keeps the dtype of the source.
 _GGUF_FORMATS = ("auto", "f32", "f16", "bf16", "q8_0", *QUANTISED)
 _FORMATS = {
     "hf": ("auto", "f32", "f16", "bf16"),
@@ -89,12 +89,12 @@ _SHORT_NAMES = {
 }
 _TORCH_DTYPES = {kind.lower(): dtype for kind, dtype in FLOAT_FORMATS.items()}
 
-#: Maximum size of a calibration text in bytes. Only its first 32,768 tokens are used.
+#: Maximum size of a calibration text in bytes. Only the first 32,768 tokens of the text are used.
 _MAX_CALIBRATION_BYTES = 10_000_000
 #: File from which Ollama reads a model's template, stop strings and context length.
 MODELFILE = "Modelfile"
 
-#: Tokenizer files of a model folder, which are copied unchanged.
+#: Tokenizer files that are copied unchanged from a model folder.
 _TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -115,23 +115,25 @@ class Conversion:
     """Result of a conversion.
 
     Attributes:
-        out: the folder that was written.
-        file: the GGUF file in `out`; None for a Hugging Face folder.
-        program: program that wrote the source, such as "Hugging Face", "adapter (PEFT)" or
-            "nanoGPT".
-        model_type: the model's family, as in config.json.
-        parameters: total number of elements in the weights written.
-        dtype: "f32", "f16", "bf16", "q8_0" or a format of llama.cpp's quantiser. For a Hugging Face
-            folder, also "f64" or "mixed" (several dtypes) if the source has them.
-        largest_difference: largest difference between the logits of source and result on a fixed
-            prompt, after subtracting the mean at each position (to which softmax is invariant).
+        out: folder to which the model was written.
+        file: path of the GGUF file in `out`. None for a Hugging Face model folder.
+        program: program or library that wrote the source, such as "Hugging Face", "adapter (PEFT)"
+            or "nanoGPT".
+        model_type: model family, as specified in config.json.
+        parameters: total number of elements in the weights that were written.
+        dtype: dtype or format of the weights. It is "f32", "f16", "bf16", "q8_0" or a format of
+            llama.cpp's quantiser. For a Hugging Face folder, it can also be "f64", or "mixed" if
+            the weights have several dtypes.
+        largest_difference: largest difference between the logits of the source and the result on a
+            fixed prompt. The mean at each position, to which softmax is invariant, is subtracted
+            first.
         largest_logit: largest absolute logit of the source, after the same subtraction.
-        has_chat_template: True if source and result have the same chat template; False if neither
-            has a template.
+        has_chat_template: True if the source and the result have the same chat template. False if
+            neither of them has a chat template.
         notes: messages to the user.
-        perplexity: a tuple of the source's perplexity on a fixed text, the result's perplexity on
-            the same text, and the number of bits per weight in the file. None unless llama.cpp
-            quantised the file.
+        perplexity: for files that llama.cpp quantised, a tuple with the perplexity of the source on
+            a fixed text, the perplexity of the result on the same text, and the number of bits per
+            weight in the file. None for all other results.
     """
 
     out: Path
@@ -149,7 +151,9 @@ class Conversion:
 
 @dataclass(frozen=True)
 class _Result:
-    """The converted model, read back from its files. `name` identifies the model in messages."""
+    """The converted model after it has been read back from its files. `name` identifies the model
+    in messages.
+    """
 
     name: str
     config: Mapping[str, Any]
@@ -169,27 +173,32 @@ def convert(
     calibration: str | Path | None = None,
     best: bool = False,
 ) -> Conversion:
-    """Convert a model, and verify that the conversion has not changed it. If an error occurs,
-    nothing is written.
+    """Convert a model, and verify that the conversion has not changed it.
+
+    If an error occurs, `out` is not written.
 
     Args:
-        source: a Hugging Face model folder, a run, a GGUF file, a hub id, or another program's
-            checkpoint: a file of nanoGPT, LLMs-from-scratch or torchtune, or a folder of OpenAI's
-            GPT-2, Meta's Llama, litgpt or nanochat.
-        out: the folder to write, which must be missing or empty and must not be inside the source.
-        to: "hf" (a Hugging Face model folder), "gguf" (a file for llama.cpp in the folder) or
-            "ollama" (a GGUF file and a Modelfile).
-        dtype: "auto" (the source's dtype), "f32", "f16", "bf16", and for GGUF also "q8_0" and the
-            formats of llama.cpp's quantiser, such as "q4_k_m".
-        tokenizer: folder or file of a tokenizer that replaces the source's tokenizer.
-        config: JSON file with keys of a Hugging Face config.json that another program's files lack.
-        tolerance: largest allowed difference between logits, as a fraction of the largest logit;
-            None uses the limit in `TOLERANCES`. For formats of llama.cpp's quantiser, this is
-            instead the largest allowed relative increase of the perplexity, and None uses the limit
-            in `PERPLEXITY_LIMITS`.
-        calibration: text file for the importance matrix of llama.cpp's quantiser.
-        best: True to use a run folder's checkpoint with the lowest validation loss instead of the
-            newest.
+        source: a Hugging Face model folder, a run, a GGUF file, a hub id, or a checkpoint of
+            another program. Checkpoints of nanoGPT, LLMs-from-scratch and torchtune are files.
+            Checkpoints of OpenAI's GPT-2, Meta's Llama, litgpt and nanochat are folders.
+        out: folder to write. It must not exist or must be empty, and it must not be inside the
+            source.
+        to: format of the result. "hf" writes a Hugging Face model folder, "gguf" writes a GGUF file
+            to the folder, and "ollama" writes a GGUF file and a Modelfile.
+        dtype: dtype of the result. "auto" keeps the dtype of the source. The other values are
+            "f32", "f16" and "bf16" and, for GGUF files, also "q8_0" and the formats of llama.cpp's
+            quantiser, such as "q4_k_m".
+        tokenizer: folder or file of a tokenizer that replaces the tokenizer of the source.
+        config: JSON file with settings that are missing from the checkpoint of another program,
+            under the keys of a Hugging Face config.json.
+        tolerance: largest allowed difference between logits, as a fraction of the largest logit.
+            None to use the limit in `TOLERANCES`. For the formats of llama.cpp's quantiser,
+            `tolerance` is the largest allowed relative increase of the perplexity instead, and None
+            selects the limit in `PERPLEXITY_LIMITS`.
+        calibration: text file from which the importance matrix for llama.cpp's quantiser is
+            computed.
+        best: True to convert the checkpoint with the lowest validation loss if the source is a run
+            folder. False to convert the newest checkpoint.
 
     Raises:
         ConfigError: an option is invalid.
@@ -230,13 +239,13 @@ def _converted(
     text: str | None,
     tolerance: float | None,
 ) -> Conversion:
-    """Write the model, and compare the result with the source.
+    """Write the converted model to a folder, and compare it with the source.
 
     Args:
         model, config: the source and its config.
-        folder: temporary folder, which is renamed to `out` at the end.
+        folder: temporary folder to write. It is renamed to the output folder at the end.
         to, dtype, tolerance: see `convert`.
-        text: calibration text, or None.
+        text: calibration text for llama.cpp's quantiser, or None.
     """
     quantised = dtype if dtype in QUANTISED else None
     chosen, rounding = _result_dtype(model.tensors, "auto" if quantised else dtype, to)
@@ -247,9 +256,9 @@ def _converted(
     else:
         plain = folder / (f"plain-{file}" if quantised else file)
         result = _write_gguf(model, plain, chosen)
-    # For a quantised file, `tolerance` is a limit on the perplexity. The logits of the intermediate
-    # file that llama.cpp quantises are compared with the default limit, because that file is not
-    # rounded.
+    # llama.cpp quantises an intermediate GGUF file whose weights are not rounded. The logits of
+    # this file are compared with the default limit, because `tolerance` applies to the perplexity
+    # of the quantised file.
     limit = None if quantised else tolerance
     difference, largest, more = _compare(model, config, result, rounding, tolerance=limit)
     if quantised:
@@ -287,8 +296,8 @@ def _converted(
 
 
 def _notes(model: Source, to: str) -> list[str]:
-    """Return notes for the user about the source, about differences in the target program, and
-    about a missing tokenizer.
+    """Return notes for the user about the source, about differences between the model in firstlight
+    and in the target program, and about a missing tokenizer.
     """
     if to == "hf":
         notes = export_notes(model.config, model.tokenizer)
@@ -299,8 +308,10 @@ def _notes(model: Source, to: str) -> list[str]:
 
 
 def _result_dtype(tensors: Mapping[str, Tensor], dtype: str, to: str) -> tuple[str, str]:
-    """Return the dtype of the result, or "mixed" if it has several, and the format to which its
-    weights are rounded, or "f32" if they are not rounded.
+    """Return the dtype of the result and the format to which its weights are rounded.
+
+    The dtype is "mixed" if the tensors have several dtypes. The format is "f32" if the weights are
+    not rounded.
     """
     kinds = {tensor.dtype for tensor in tensors.values()}
     own = next((name for name, kind in _TORCH_DTYPES.items() if kinds == {kind}), "mixed")
@@ -313,7 +324,7 @@ def _result_dtype(tensors: Mapping[str, Tensor], dtype: str, to: str) -> tuple[s
 def _checked_options(
     to: str, dtype: str, tolerance: float | None, calibration: str | Path | None
 ) -> tuple[str, str | None]:
-    """Check the options of `convert`. Return the dtype's short name and the calibration text.
+    """Check the options of `convert`. Return the short name of the dtype, and the calibration text.
 
     Raises:
         ConfigError, MissingDependencyError: an option is invalid, or a package is not installed.
@@ -345,9 +356,7 @@ def _checked_options(
 
 
 def _free_place(out: str | Path, source: str | Path) -> Path:
-    """Return `out` as a path, after checking that this folder is missing or empty and lies outside
-    the source.
-    """
+    """Return `out` as a path. Raise an error if the folder is not empty or is in the source."""
     out, folder = Path(out).expanduser(), Path(source).expanduser()
     if folder.is_dir() and out.resolve().is_relative_to(folder.resolve()):
         raise InputError(
@@ -359,8 +368,8 @@ def _free_place(out: str | Path, source: str | Path) -> Path:
 
 
 def _require_fit(model: Source, config: ModelConfig) -> None:
-    """Raise an error for a tokenizer larger than the model's vocabulary, and for weights with NaN
-    or infinity.
+    """Raise an error if the tokenizer has more tokens than the model, or if a weight is NaN or
+    infinite.
     """
     if model.tokenizer is not None and model.tokenizer.vocab_size > config.vocab_size:
         raise ModelError(
@@ -371,7 +380,7 @@ def _require_fit(model: Source, config: ModelConfig) -> None:
 
 
 def _write_gguf(model: Source, path: Path, dtype: str) -> _Result:
-    """Write a GGUF file and read it back."""
+    """Write the model to a GGUF file, and read the file back."""
     write_gguf(
         path,
         model.config,
@@ -394,7 +403,7 @@ def _write_gguf(model: Source, path: Path, dtype: str) -> _Result:
 
 
 def _write_folder(model: Source, folder: Path, dtype: str | None) -> _Result:
-    """Write a Hugging Face model folder and read it back."""
+    """Write the model to a Hugging Face model folder, and read the folder back."""
     if model.folder is not None:
         for name in (CONFIG_NAME, GENERATION_CONFIG_NAME, *_TOKENIZER_FILES):
             if (model.folder / name).is_file():
@@ -414,8 +423,9 @@ def _write_folder(model: Source, folder: Path, dtype: str | None) -> _Result:
 
 
 def _dtype_entries(tensors: Mapping[str, Tensor], dtype: str | None) -> dict[str, str]:
-    """Return the config.json entries for the tensors' dtype, or an empty dict if the tensors have
-    several dtypes. Transformers 5 reads the key "dtype", and transformers 4 "torch_dtype".
+    """Return the entries of config.json that specify the dtype of the tensors, or an empty dict if
+    the tensors have several dtypes. Transformers 5 reads the key "dtype", and transformers 4 reads
+    the key "torch_dtype".
     """
     kinds = {_TORCH_DTYPES[dtype]} if dtype else {tensor.dtype for tensor in tensors.values()}
     names = [str(kind).removeprefix("torch.") for kind in kinds]
@@ -423,8 +433,8 @@ def _dtype_entries(tensors: Mapping[str, Tensor], dtype: str | None) -> dict[str
 
 
 def _rounded(tensors: Mapping[str, Tensor], dtype: str | None) -> Mapping[str, Tensor]:
-    """Return the tensors converted to `dtype` ("f32", "f16" or "bf16"), or unchanged if `dtype` is
-    None.
+    """Convert tensors to `dtype`, which is "f32", "f16" or "bf16". If it is None, return the
+    tensors unchanged.
 
     Raises:
         ModelError: a number is too large for `dtype`.
@@ -443,11 +453,12 @@ def _rounded(tensors: Mapping[str, Tensor], dtype: str | None) -> Mapping[str, T
 def _compare(
     model: Source, config: ModelConfig, result: _Result, kind: str, *, tolerance: float | None
 ) -> tuple[float, float, list[str]]:
-    """Raise an error if the result differs from the source by more than can be explained by
-    rounding to the format `kind`.
+    """Raise an error if the differences between the result and the source can't be explained by
+    rounding the weights to the format `kind`.
 
     Returns:
-        The largest difference between corresponding logits, the largest logit, and notes.
+        A tuple of the largest difference between logits of the source and the result, the largest
+        absolute logit of the source, and notes for the user.
     """
     notes: list[str] = []
     if model.tokenizer is not None:
@@ -455,7 +466,8 @@ def _compare(
         if found is None or found.fingerprint != model.tokenizer.fingerprint:
             raise ModelError(f"the tokenizer of {result.name} differs from the source's tokenizer")
         notes = require_same_chat(model.tokenizer, found, result.name)
-    # Gemma's norms multiply by 1 + w. GGUF stores this sum, which has been rounded.
+    # Gemma's norms multiply by 1 + w, where w is the stored weight. GGUF files contain the rounded
+    # value of 1 + w instead of w.
     is_shifted = config.family.norm_kind == "one_plus"
     require_same_tensors(model.tensors, result.tensors, kind, "norm.weight" if is_shifted else "")
     dtype = check_dtype(config)
@@ -481,8 +493,8 @@ def _compare(
 
 T = TypeVar("T")
 
-#: An embedding with fewer than this many rows beyond the tokenizer's vocabulary is considered
-#: padded. Programs pad the vocabulary to a multiple of 64 or 128.
+#: An embedding is considered padded if it has fewer than this number of rows more than the
+#: tokenizer has tokens. Programs pad the vocabulary to a multiple of 64 or 128.
 _MAX_PADDING = 128
 
 
@@ -491,16 +503,16 @@ class Source:
     """A model to convert.
 
     Attributes:
-        program: the program that wrote the model, or "adapter (PEFT)".
-        name: name for the result, which contains only characters that are valid in file names.
-        config: content of config.json. If `tokenizer` comes from a different folder, its special
-            token ids replace those in config.json.
-        tensors: tensors, keyed by Hugging Face name; they are memory-mapped where possible.
+        program: program that wrote the model, or "adapter (PEFT)".
+        name: name of the result. It contains only characters that are valid in file names.
+        config: content of config.json. If the tokenizer was replaced, the ids of the new special
+            tokens replace those of the old.
+        tensors: tensors, keyed by Hugging Face name. They are memory-mapped if possible.
         tokenizer: tokenizer of the result, if any.
         folder: Hugging Face folder whose other files are copied to the result, or None.
         notes: messages to the user.
-        generation: content of the model's generation_config.json, which may exist even if `folder`
-            is None.
+        generation: content of the model's generation_config.json. It is used even if `folder` is
+            None.
     """
 
     program: str
@@ -521,22 +533,24 @@ def read_source(
     *,
     best: bool = False,
 ) -> T:
-    """Open the model to convert, call `use` with it, and return the result of that call.
+    """Open a model, call `use` with it, and return the value that `use` returns.
 
-    If an active training run deletes the checkpoint during the call, `use` is called again with the
-    newest checkpoint.
+    If the model is part of an active run that deletes the checkpoint during the call, `use` is
+    called again with the newest checkpoint.
 
     Args:
-        source: a Hugging Face model folder, a run, a hub id, or another program's file.
+        source: a Hugging Face model folder, a run, a hub id, or a checkpoint of another program.
         tokenizer: folder or file of a tokenizer that replaces the source's tokenizer.
-        config: JSON file with settings that another program's files lack.
-        use: function that reads the model's tensors and files, and writes the result.
+        config: JSON file with settings that are missing from the checkpoint of another program.
+        use: function that receives the opened model, reads its tensors and files, and writes the
+            result.
         best: True to use a run's checkpoint with the lowest validation loss instead of the newest.
 
     Raises:
-        ConfigError: the source does not support `config` or `best`, or `config` is not an object.
+        ConfigError: `config` or `best` can't be used with this source, or the file `config` does
+            not contain a JSON object.
         ModelError, CheckpointError, TokenizerError: the source can't be read. Errors raised by
-            `use` are passed on.
+            `use` are propagated.
     """
     given = None
     if tokenizer is not None:
@@ -559,8 +573,8 @@ def read_source(
 
 
 def _read_folder(folder: Path, name: str, given: Tokenizer | None) -> Source:
-    """Read a Hugging Face folder or an adapter. If the tokenizer `given` is not None, it replaces
-    the model's tokenizer.
+    """Read a Hugging Face model folder or an adapter folder. If `given` is not None, it is a
+    tokenizer that replaces the tokenizer of the model.
     """
     if is_adapter(folder):
         return _read_adapter(folder, name, given)
@@ -580,8 +594,9 @@ def _read_folder(folder: Path, name: str, given: Tokenizer | None) -> Source:
 def _generation(
     content: Mapping[str, Any], ends: Sequence[int], given: Tokenizer | None
 ) -> dict[str, Any]:
-    """Return the content for generation_config.json, with all end tokens of the model. If the
-    tokenizer `given` replaces the model's tokenizer, return the content without token ids.
+    """Return the content for generation_config.json, with the ids of all end-of-text tokens of the
+    model. If `given` is not None, it is a tokenizer that replaces the tokenizer of the model, and
+    token ids are omitted.
     """
     if given is not None:
         return {key: value for key, value in content.items() if not key.endswith("_token_id")}
@@ -589,8 +604,8 @@ def _generation(
 
 
 def with_qkv_biases(model: Source) -> Source:
-    """Add zero biases for queries, keys and values to a GPT-2 model that has none, because other
-    programs require these biases in GPT-2. Return any other model unchanged.
+    """Add zero biases for queries, keys and values to a GPT-2 model without such biases, because
+    other programs require them. Return any other model unchanged.
     """
     if model.config.get("model_type") != "gpt2" or model.config.get("qkv_bias", True):
         return model
@@ -610,9 +625,9 @@ def with_qkv_biases(model: Source) -> Source:
 def _read_adapter(folder: Path, name: str, given: Tokenizer | None) -> Source:
     """Merge an adapter into its base model.
 
-    The base model's other files are copied, except in two cases: the base model's tokenizer is
-    replaced by `given` or by a tokenizer in the adapter's folder, or the adapter unties the head or
-    adds tokens.
+    The other files of the base model are copied only if its tokenizer and vocabulary remain in use.
+    They are not copied if the tokenizer is replaced by `given` or by a tokenizer in the adapter
+    folder. They are not copied either if the adapter unties the output head or adds tokens.
     """
     base = adapter_chain(folder)[-1]
     loaded = load_model(folder)
@@ -640,12 +655,12 @@ def _read_adapter(folder: Path, name: str, given: Tokenizer | None) -> Source:
 
 
 def read_folder(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Read the config.json of a model folder as an object, and the tensors, keyed by Hugging Face
-    name.
+    """Return the content of a model folder's config.json, and the tensors of the model, keyed by
+    Hugging Face name.
 
-    Tensors are memory-mapped, with two exceptions. The tensors of a sharded checkpoint are
-    assembled in memory, and MXFP4 experts are unpacked. Stacked experts are split into one view per
-    expert.
+    Tensors are memory-mapped, with two exceptions: the tensors of a sharded checkpoint are
+    assembled in memory, and experts in MXFP4 are unpacked. Stacked experts are split into one view
+    per expert.
 
     Raises:
         ModelError, CheckpointError: a file is missing or damaged, or the tensors don't match
@@ -659,13 +674,16 @@ def read_folder(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     if has_pickled_weights(folder):
         return content, pickled_tensors(folder)
     stored = fitting_tensors(meta_model(config), folder)
-    # MXFP4 weights are unpacked, so the result is not quantised.
+    # Remove this entry, because MXFP4 weights are unpacked and the result is therefore not
+    # quantised.
     content.pop("quantization_config", None)
     return content, one_by_one(open_tensors(stored), config)
 
 
 def _name_of(source: str | Path) -> str:
-    """Return a model's name, derived from its file, folder, run folder or hub id."""
+    """Return a name for the model, derived from the name of its file, folder or run, or from its
+    hub id.
+    """
     path = Path(source).expanduser()
     if path.is_file():
         name = path.stem
@@ -685,7 +703,7 @@ def _special_tokens(tokenizer: Tokenizer) -> dict[str, int | None]:
 
 
 def _read_foreign(path: Path, tokenizer: Tokenizer | None, config: str | Path | None) -> Source:
-    """Read a model from another program's file or folder. For the arguments, see `read_source`."""
+    """Read a model from a checkpoint of another program. `read_source` documents the arguments."""
     is_pickled = path.name.startswith("pytorch_model") and path.suffix == ".bin"
     if path.suffix.lower() in (".safetensors", ".json") or is_pickled:
         raise InputError(f"{path} is only one file of a model: use its folder, {path.parent}")
@@ -726,10 +744,11 @@ def _read_foreign(path: Path, tokenizer: Tokenizer | None, config: str | Path | 
 
 
 def _tokenizer_beside(folder: Path) -> Tokenizer | None:
-    """Return the tokenizer that is stored with another program's model, or None.
+    """Return the tokenizer that is stored with a model of another program, or None if there is no
+    tokenizer.
 
-    The tokenizer is either in the model's folder or, as in Meta's downloads, in the file
-    `tokenizer.model` in the parent folder.
+    The tokenizer is stored in the folder of the model or, as in the models that Meta distributes,
+    in the file `tokenizer.model` of the parent folder.
     """
     for place in (folder, folder.parent / "tokenizer.model"):
         names = ("tokenizer.json", "tokenizer.model", "vocab.bpe", "merges.txt")
@@ -739,11 +758,11 @@ def _tokenizer_beside(folder: Path) -> Tokenizer | None:
 
 
 def _without_padding(model: ForeignModel, tokenizer: Tokenizer | None) -> ForeignModel:
-    """Remove the rows of the embedding and head that pad the vocabulary beyond the tokenizer's
-    size. The ids of these rows do not stand for tokens and must never be predicted.
+    """Remove padding rows from the embedding and the output head. These are the rows of ids that
+    have no token in the tokenizer. The model must never predict these ids.
 
-    If there are `_MAX_PADDING` or more such rows, they are not considered padding. They are kept,
-    and a note is added.
+    If there are at least `_MAX_PADDING` such rows, they are not considered padding. They are kept,
+    and a note for the user is added.
     """
     size = model.config["vocab_size"]
     extra = 0 if tokenizer is None else size - tokenizer.vocab_size

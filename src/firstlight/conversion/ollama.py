@@ -1,9 +1,11 @@
-"""Write Modelfiles for Ollama, which contain the chat template in Go's syntax, stop strings and the
+"""Write Modelfiles for Ollama.
+
+A Modelfile contains the chat template in the syntax of Go templates, the stop strings and the
 context length.
 
-Ollama renders conversations with a template in Go's `text/template` syntax instead of the
-tokenizer's Jinja template. The text around each message is extracted from conversations rendered
-with the tokenizer's template. The resulting template is verified on different conversations.
+Ollama can't use the Jinja template of the tokenizer. To build an equivalent Go template, this
+module renders conversations with the Jinja template and extracts the text around each message. The
+Go template is then verified on different conversations.
 """
 
 from __future__ import annotations
@@ -21,19 +23,19 @@ from firstlight.weights.huggingface import end_ids, generation_config, sampling_
 
 Messages = Sequence[Mapping[str, str]]
 
-#: Maximum context length in tokens that is written to a Modelfile. It is limited because Ollama
-#: allocates the cache for the full context when it loads a model.
+#: Maximum context length, in tokens, that is written to a Modelfile. There is a limit because
+#: Ollama allocates the KV cache for the full context when it loads a model.
 _MOST_CONTEXT = 32_768
 
-#: Message contents that are easy to find in a rendered conversation, because they do not occur in
-#: templates.
+#: Contents of the messages in the conversations from which a template is extracted. They are easy
+#: to find in the rendered text, because they do not occur in templates.
 _SYSTEM = "System-7f3a"
 _FIRST = "First-7f3a"
 _ANSWER = "Answer-7f3a"
 _SECOND = "Second-7f3a"
-#: Roles of the messages in a conversation, starting with the first question.
+#: Roles of the messages in a conversation after the system message.
 _TURNS = ("user", "assistant", "user", "assistant", "user")
-#: Message contents of the conversations on which the template is verified.
+#: Contents of the messages in the conversations on which the template is verified.
 _CONTENTS = (
     "When does the sun rise?",
     "At six.\nIn winter, at eight.",
@@ -48,18 +50,18 @@ class OllamaTemplate:
     """The text that a chat template adds around the messages of a conversation.
 
     Attributes:
-        head: text before the first question in a conversation without a system message.
-        system_head: text before the system message. It replaces `head` or, with `is_last`, follows
-            the text before the last question. It is None if the template does not support system
-            messages.
-        system_end: text between the system message and the question that follows.
-        user: text before every question except the first.
-        assistant: text between a question and its answer.
-        assistant_end: text after an answer that is followed by a question.
-        prompt: text after the last question, which the model continues with its answer.
-        is_last: True if the system message is rendered with the last question, as in Mistral's
-            templates.
-        stops: strings that make Ollama end an answer.
+        head: text before the first user message in a conversation without a system message.
+        system_head: text before the system message. It replaces `head`. If `is_last` is True, it
+            follows the text before the last user message instead. None if the template does not
+            support system messages.
+        system_end: text between the system message and the user message that follows it.
+        user: text before each user message except the first.
+        assistant: text between a user message and the assistant message that follows it.
+        assistant_end: text after an assistant message, if another user message follows.
+        prompt: text after the last user message, at the end of the prompt.
+        is_last: True if the system message is rendered together with the last user message, as in
+            Mistral's templates.
+        stops: strings at which Ollama stops generation.
     """
 
     head: str
@@ -73,7 +75,7 @@ class OllamaTemplate:
     stops: tuple[str, ...]
 
     def render(self, messages: Messages) -> str:
-        """Return the text that the template `go` would render for these messages."""
+        """Return the text that the Go template renders for these messages."""
         system = "\n\n".join(m["content"] for m in messages if m["role"] == "system")
         has_system = bool(system) and self.system_head is not None
         shown = f"{self.system_head}{system}{self.system_end}"
@@ -90,7 +92,7 @@ class OllamaTemplate:
 
     @property
     def go(self) -> str:
-        """The template in Go's syntax."""
+        """The template in the syntax of Go templates."""
         question = f"{{{{ if lt $i 2 }}}}{self.head}{{{{ else }}}}{self.user}{{{{ end }}}}"
         system = f"{self.system_head}{{{{ $.System }}}}{self.system_end}"
         if self.system_head is not None and self.is_last:
@@ -110,10 +112,10 @@ class OllamaTemplate:
 
 
 def ollama_template(tokenizer: Tokenizer) -> OllamaTemplate | None:
-    """Return an Ollama template that renders the same text as the tokenizer's chat template, or
-    None if no such template exists.
+    """Return a Go template that renders the same text as the tokenizer's chat template, or None if
+    no such template could be found.
 
-    The rendered text does not include the beginning-of-sequence token if llama.cpp adds this token.
+    The beginning-of-sequence token is not part of the rendered text if llama.cpp adds it.
     """
     try:
         template = _observed(tokenizer)
@@ -130,15 +132,16 @@ def ollama_template(tokenizer: Tokenizer) -> OllamaTemplate | None:
                     return None
     except (FirstlightError, ValueError):
         return None
-    # Go would interpret these strings as template actions, or as the end of the template.
+    # Reject these strings. Go would interpret them as template actions, or as the end of the
+    # template.
     parts = [part for part in vars(template).values() if isinstance(part, str)]
     is_taken = any(mark in part for mark in ("{{", "}}", '"""') for part in parts)
     return None if is_taken or "{{{" in template.go else template
 
 
 def _rendered(tokenizer: Tokenizer, messages: Messages, *, prompt: bool = True) -> str:
-    """Render messages with the tokenizer's chat template. Omit the beginning-of-sequence token if
-    llama.cpp adds this token.
+    """Render messages with the tokenizer's chat template. The beginning-of-sequence token is
+    omitted if llama.cpp adds it.
     """
     text = tokenizer.apply_chat_template(messages, add_generation_prompt=prompt)
     return text.removeprefix(tokenizer.bos_token or "") if tokenizer.add_bos else text
@@ -148,8 +151,8 @@ def _observed(tokenizer: Tokenizer) -> OllamaTemplate:
     """Determine the text that the tokenizer's template renders around the messages.
 
     Raises:
-        FirstlightError: the template rejects a plain conversation.
-        ValueError: a message is missing from the rendered text or is not where it is expected.
+        FirstlightError: the template fails on a conversation of user and assistant messages.
+        ValueError: a message does not occur in the rendered text, or is not where it is expected.
     """
     turns = [
         {"role": role, "content": content}
@@ -157,7 +160,7 @@ def _observed(tokenizer: Tokenizer) -> OllamaTemplate:
     ]
     head, prompt = _around(_rendered(tokenizer, turns[:1]), _FIRST)
     _, assistant, joint, _ = _around(_rendered(tokenizer, turns), _FIRST, _ANSWER, _SECOND)
-    # Some templates end the last answer with a different token than earlier answers.
+    # Some templates add a different token after the last assistant message than after earlier ones.
     *_, end = _around(_rendered(tokenizer, turns[:2], prompt=False), _FIRST, _ANSWER)
     if not joint.startswith(end):
         shared = (n for n in range(len(joint) + 1) if head.endswith(joint[n:]))
@@ -191,11 +194,11 @@ def _observed(tokenizer: Tokenizer) -> OllamaTemplate:
 
 
 def _around(text: str, *contents: str) -> list[str]:
-    """Split `text` at `contents`, each of which must occur exactly once and in this order. Return
-    the parts before, between and after them.
+    """Split a string at all of `contents`, and return the parts before, between and after them.
+    Each of `contents` must occur exactly once, and they must occur in the given order.
 
     Raises:
-        ValueError: one of `contents` does not occur exactly once or in this order.
+        ValueError: one of `contents` does not occur exactly once, or not in the given order.
     """
     parts = []
     for content in contents:
@@ -207,8 +210,9 @@ def _around(text: str, *contents: str) -> list[str]:
 
 
 def _stops(tokenizer: Tokenizer, end: str, user: str) -> tuple[str, ...]:
-    """Return the strings that end an answer. They are the special tokens between an answer and a
-    question or, if there are none, the entire text before a question.
+    """Return the strings that end an assistant message. These are the special tokens between an
+    assistant message and the next user message. If there are none, the entire text before the user
+    message is used.
     """
     found = sorted(
         (place, token)
@@ -227,7 +231,7 @@ def modelfile(
     context: int,
     generation: Mapping[str, Any] = MappingProxyType({}),
 ) -> tuple[str, list[str]]:
-    """Return the text of the Modelfile for a GGUF file, and notes for the user.
+    """Return the content of the Modelfile for a GGUF file, and notes for the user.
 
     Args:
         file: name of the GGUF file in the same folder.
@@ -248,8 +252,8 @@ def modelfile(
                 "has no TEMPLATE, so write one in Go's syntax (https://docs.ollama.com/template)"
             )
         else:
-            # Today's date occurs in this form only if the template asks for it, as the template of
-            # gpt-oss does.
+            # If the rendered text contains today's date in this format, the template inserted it,
+            # as the template of gpt-oss does.
             go = template.go.replace(date.today().isoformat(), "{{ currentDate }}")
             lines.append(f'TEMPLATE """{go}"""')
             if date.today().strftime("%d %b %Y") in go:
@@ -265,7 +269,7 @@ def modelfile(
     if tokenizer is not None:
         ends = end_ids(generation_config(tokenizer, generation))
         stops += [text for i in ends if (text := tokenizer.backend.id_to_token(i)) is not None]
-    # Stop strings are quoted in a Modelfile, so they can't contain quotation marks.
+    # Stop strings are enclosed in quotation marks in a Modelfile, so they can't contain any.
     lines += [f'PARAMETER stop "{stop}"' for stop in dict.fromkeys(stops) if '"' not in stop]
     for name, value in sampling_settings(generation).items():
         lines.append(f"PARAMETER {name.replace('repetition', 'repeat')} {value}")

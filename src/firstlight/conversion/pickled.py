@@ -1,11 +1,11 @@
-"""Read pickled weights from files written by `torch.save` and from model folders with
-`pytorch_model.bin`.
+"""Read pickled weights, both from files that were written by `torch.save` and from model folders
+with `pytorch_model.bin`.
 
-This is the only module that reads pickles. It uses torch's unpickler with `weights_only=True`,
-after checking that the pickle's opcodes build only tensors, numbers, strings and containers.
-`weights_only` alone would not be enough. It allows functions that can allocate unlimited memory
-(`bytearray`, `torch.FloatTensor`), and it would practically never finish on nested tuples that
-contain the same tuple many times.
+This is the only module that reads pickles. It first checks that the opcodes of a pickle create only
+tensors, numbers, strings and containers. It then calls `torch.load` with `weights_only=True`.
+`weights_only` alone is not sufficient protection against malicious files. It allows functions that
+can allocate an unlimited amount of memory, such as `bytearray` and `torch.FloatTensor`. It would
+also practically never finish on nested tuples that contain the same tuple many times.
 """
 
 from __future__ import annotations
@@ -31,25 +31,26 @@ from firstlight.weights.stored import (
     indexed_tensors,
 )
 
-#: First bytes of a file written by `torch.save`. They are the signature of a zip archive or, before
-#: PyTorch 1.6, a pickled magic number.
+#: First bytes of a file written by `torch.save`. Since PyTorch 1.6, they are the signature of a zip
+#: archive. Before, they were a pickled magic number.
 _ZIP = b"PK\x03\x04"
 _BEFORE_1_6 = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
 
-#: Maximum size of the pickle in an archive, in bytes. A pickle takes 100 to 200 bytes per tensor;
-#: the values of the tensors are stored in other entries. Checking one megabyte of opcodes takes
-#: about a second.
+#: Maximum size in bytes of the pickle in a zip archive. The pickle takes 100 to 200 bytes per
+#: tensor, because the values of the tensors are stored in separate entries of the archive. Checking
+#: one megabyte of opcodes takes about a second.
 _MAX_PICKLE_BYTES = 1_500_000
-#: Number of consecutive pickles at the beginning of a file from before PyTorch 1.6. These pickles
+#: Number of consecutive pickles at the beginning of a file from a PyTorch version before 1.6. They
 #: are followed by the values of the tensors.
 _PICKLES_BEFORE_1_6 = 5
-#: Maximum number of elements in a tuple, including those of nested tuples. A tuple that occurs
-#: several times is counted each time, because hashing visits every occurrence.
+#: Maximum number of elements in a tuple, including those of nested tuples. The elements of a tuple
+#: that occurs several times are counted each time, because computing the hash of the outer tuple
+#: visits every occurrence.
 _MOST_TUPLE_PARTS = 10_000
-#: Maximum number of elements in all containers of a file. A container that occurs several times is
-#: counted each time, because comparison visits every occurrence.
+#: Maximum number of elements in all containers of a file. The elements of a container that occurs
+#: several times are counted each time, because comparing two objects visits every occurrence.
 _MOST_PARTS = 1_000_000
-#: Names that a pickle is allowed to refer to, in the form "module name".
+#: Python objects that a pickle is allowed to refer to, in the form "module name".
 _PLAIN = re.compile(
     r"collections OrderedDict|torch._utils _rebuild_(tensor(_v[23])?|parameter)"
     r"|torch\.storage UntypedStorage|torch (\w+Storage|Size|device|[a-z]+\d+\w*|bool)"
@@ -66,8 +67,8 @@ class _DamagedError(Exception):
 
 
 def read_pickle(path: Path) -> Any:
-    """Read a file written by `torch.save`. Its tensors are memory-mapped, unless the file is from
-    before PyTorch 1.6.
+    """Read a file that was written by `torch.save`. The tensors are memory-mapped, except in files
+    from PyTorch versions before 1.6.
 
     Raises:
         ModelError: the file can't be read, or contains objects other than weights.
@@ -94,7 +95,7 @@ def read_pickle(path: Path) -> Any:
                 "unpickling that could run code: save only the state_dict with the program that "
                 "created it (torch.save(model.state_dict(), 'model.pth'))"
             )
-        # Files from before PyTorch 1.6 can't be memory-mapped.
+        # Files from PyTorch versions before 1.6 can't be memory-mapped.
         content = torch.load(path, map_location="cpu", weights_only=True, mmap=is_zip)
         _require_few_parts(content)
         return content
@@ -102,7 +103,9 @@ def read_pickle(path: Path) -> Any:
         raise ModelError(f"can't read the checkpoint: {_os_error(path, error)}") from error
     except ModelError:
         raise
-    except Exception as error:  # torch raises about ten classes of errors, including Exception.
+    except (
+        Exception
+    ) as error:  # torch raises about ten classes of errors, including Exception itself.
         raise ModelError(
             f"{path} is damaged, truncated or not a checkpoint with only weights: copy it again, "
             "or save the model's state_dict with the program that created it"
@@ -110,8 +113,8 @@ def read_pickle(path: Path) -> Any:
 
 
 def _named_in(path: Path, is_zip: bool) -> Iterator[str]:
-    """Yield the names that the pickles in a file written by `torch.save` refer to, in the form
-    "module name".
+    """Yield the Python objects that the pickles in a file written by `torch.save` refer to, in the
+    form "module name".
     """
     if not is_zip:
         with open(path, "rb") as file:
@@ -123,8 +126,8 @@ def _named_in(path: Path, is_zip: bool) -> Iterator[str]:
     with zipfile.ZipFile(path) as archive:
         entries = archive.infolist()
         pickles = [entry for entry in entries if entry.filename.lower().endswith("data.pkl")]
-        # `torch.save` does not compress entries. A compressed entry could expand to any amount of
-        # memory.
+        # `torch.save` does not compress entries. A small compressed entry could expand to an
+        # unlimited amount of memory.
         if len(pickles) != 1 or any(entry.compress_type for entry in entries):
             raise zipfile.BadZipFile("it was not written by torch.save")
         if pickles[0].file_size > _MAX_PICKLE_BYTES:
@@ -134,13 +137,14 @@ def _named_in(path: Path, is_zip: bool) -> Iterator[str]:
 
 
 def _names_of(file: IO[bytes]) -> Iterator[str]:
-    """Yield the names that one pickle refers to, in the form "module name".
+    """Yield the Python objects that a single pickle refers to, in the form "module name".
 
     Raises:
         _DamagedError: the pickle is too long or contains tuples with too many elements.
     """
-    # Simulate the unpickler's stack and memo (`known`). A tuple is represented by its size, which
-    # is 1 plus the sizes of its elements. A mark is represented by None, and any other value by 1.
+    # Simulate the stack and the memo of the unpickler. The memo is stored in `known`. A tuple is
+    # represented by its size, which is 1 plus the sizes of its elements. A mark is represented by
+    # None, and all other values are represented by 1.
     stack: list[int | None] = []
     known: dict[Any, int | None] = {}
     for opcode, argument, place in pickletools.genops(file):
@@ -167,9 +171,7 @@ def _names_of(file: IO[bytes]) -> Iterator[str]:
 
 
 def _take(opcode: pickletools.OpcodeInfo, stack: list[int | None]) -> list[int]:
-    """Remove an opcode's operands from the simulated stack. Return the sizes that represent
-    them.
-    """
+    """Remove the operands of an opcode from the simulated stack, and return their sizes."""
     taken: list[int] = []
     for kind in reversed(opcode.stack_before):
         if kind is pickletools.stackslice:
@@ -181,8 +183,8 @@ def _take(opcode: pickletools.OpcodeInfo, stack: list[int | None]) -> list[int]:
 
 
 def _require_few_parts(content: Any) -> None:
-    """Raise an error if containers are nested and repeated so often that comparing or printing the
-    content would take forever.
+    """Raise an error if containers are nested and repeated so many times that comparing or printing
+    them would take practically forever.
 
     Raises:
         _DamagedError: the containers have more than `_MOST_PARTS` elements.
@@ -208,13 +210,13 @@ def _os_error(path: Path, error: OSError) -> str:
 
 
 def named_weights(path: Path, content: Any) -> dict[str, Any]:
-    """Return the state_dict in a checkpoint, without the name prefixes of torch.compile and
-    DistributedDataParallel.
+    """Return the state_dict in a checkpoint. Name prefixes added by torch.compile and
+    DistributedDataParallel are removed.
 
     Args:
         path: path of the file, for messages.
-        content: content of the file, which is the state_dict or a mapping that contains it as
-            "model" or "model_state_dict".
+        content: content of the file. It is either the state_dict or a mapping that contains the
+            state_dict under the key "model" or "model_state_dict".
 
     Raises:
         ModelError: no state_dict was found.
@@ -236,7 +238,7 @@ def named_weights(path: Path, content: Any) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class _PickledTensor:
-    """A tensor from a pickle, with the properties of `StoredTensor` that `require_fit` uses."""
+    """A tensor from a pickle. Implements the parts of `StoredTensor` that `require_fit` uses."""
 
     value: Tensor
 
@@ -253,16 +255,16 @@ class _PickledTensor:
 
 
 def pickled_tensors(folder: Path) -> dict[str, Tensor]:
-    """Read the weights of a model folder that contains `pytorch_model.bin`, or several such files
-    and an index.
+    """Read the weights of a model folder that contains `pytorch_model.bin`, or several weight files
+    with an index.
 
-    The tensors are keyed by the names that they have in model.safetensors. Stacked experts are
-    split into one view per expert.
+    The returned tensors are keyed by the names that they would have in model.safetensors. Stacked
+    experts are split into one view per expert.
 
     Raises:
         ModelError: a file is missing, damaged or contains objects other than weights; the index
-            does not match its files; or tensors do not match config.json, in which case the message
-            names them.
+            does not match the files; or the tensors do not match config.json. In the last case, the
+            message names the tensors.
     """
     stored = {n: _PickledTensor(t) for n, t in _all_tensors(folder).items()}
     config = read_config(folder)
@@ -279,7 +281,7 @@ def _all_tensors(folder: Path) -> dict[str, Tensor]:
 
 
 def _tensors_of(path: Path) -> dict[str, Tensor]:
-    """Read the state_dict in a `pytorch_model.bin`, after checking that all tensors are complete.
+    """Read the state_dict in a `pytorch_model.bin` file, and check that all tensors are complete.
 
     Raises:
         ModelError: the file can't be read, or is not a state_dict.
@@ -296,9 +298,10 @@ def _tensors_of(path: Path) -> dict[str, Tensor]:
 
 
 def is_whole(tensor: Tensor) -> bool:
-    """Return True if a tensor is dense and its storage has as many bytes as its shape requires.
+    """Return True if a tensor is dense and its storage is as large as its shape requires.
 
-    A tensor with strides of 0 can have any shape, even if its storage has only a few bytes.
+    A tensor with strides of 0 is not complete. It can have any shape, even if its storage has only
+    a few bytes.
     """
     if tensor.layout != torch.strided or tensor.is_meta or tensor.is_quantized:
         return False

@@ -1,10 +1,13 @@
-"""Write GGUF files in llama.cpp's quantised formats, and measure the loss of accuracy caused by
-quantisation.
+"""Write GGUF files in the quantised formats of llama.cpp, and measure how much accuracy the model
+loses.
 
-llama.cpp quantises an unrounded GGUF file. An importance matrix specifies which columns of each
-weight matrix matter most. It contains the mean square of each column's input on a calibration text.
-Most formats with fewer than three bits require an importance matrix. The quantised file is then run
-in llama.cpp, and its perplexity on a fixed text is compared with the perplexity of the source.
+llama.cpp quantises a GGUF file whose weights have not been rounded. It can use an importance
+matrix, which specifies which columns of each weight matrix are most important. The importance of a
+column is the mean square of its inputs on a calibration text. Most formats with fewer than three
+bits require an importance matrix.
+
+The quantised file is then run in llama.cpp. Its perplexity on a fixed text is compared with that of
+the source model.
 """
 
 from __future__ import annotations
@@ -31,7 +34,7 @@ from firstlight.weights.gguf.tensors import tensor_rules
 from firstlight.weights.huggingface import config_from_hf
 from firstlight.weights.loading import fill
 
-#: Value in llama.cpp's `enum llama_ftype` for each format of its quantiser.
+#: Value of llama.cpp's `enum llama_ftype` for each quantised format.
 QUANTISED = {
     "q4_0": 2,
     "q4_1": 3,
@@ -62,17 +65,18 @@ QUANTISED = {
 }
 
 #: Largest allowed relative increase of the perplexity, keyed by the number of bits in a format's
-#: name. These limits are loose. For the model stories260K, the perplexity rose by at most 6 %, but
-#: that model is so narrow that every format uses at least 4 bits.
+#: name. The limits are loose. For the model stories260K, the perplexity increased by at most 6 %.
+#: However, the rows of this model are so short that llama.cpp uses at least 4 bits in every format.
 PERPLEXITY_LIMITS = {"6": 0.05, "5": 0.1, "4": 0.25, "3": 0.75, "2": 3.0, "1": 15.0}
 
-#: Maximum number of tokens on which the perplexity is measured. It is also the number of tokens in
-#: a row of the calibration text.
+#: Maximum number of tokens on which the perplexity is measured, and number of tokens in a row of
+#: the calibration text.
 _ROW_TOKENS = 512
 #: Maximum number of rows of a calibration text that are used (32,768 tokens).
 _CALIBRATION_ROWS = 64
 
-#: Text on which the perplexity is measured: a story, a recipe, an explanation and a program.
+#: Text on which the perplexity is measured. It consists of a story, a recipe, an explanation and a
+#: program.
 EVALUATION_TEXT = """\
 The lighthouse had been dark for eleven years when Anna found the key. It lay in her grandfather's \
 desk, wrapped in a page of an old newspaper, and beside it lay a letter with her name on it. She \
@@ -114,8 +118,8 @@ def import_llama_cpp() -> Any:
 
 
 def perplexity_limit(dtype: str) -> float:
-    """Return the largest allowed increase of the perplexity for a format, relative to the source's
-    perplexity.
+    """Return the largest allowed increase of the perplexity for a format, as a fraction of the
+    perplexity of the source.
     """
     return PERPLEXITY_LIMITS[dtype.removeprefix("i")[1]]
 
@@ -129,8 +133,9 @@ def quantise(
         source: GGUF file in f32, f16 or bf16.
         out: the file to write.
         dtype: one of `QUANTISED`.
-        importance: for each matrix, keyed by its GGUF name, the importance of its inputs as an fp32
-            tensor of shape [inputs]. None to quantise without an importance matrix.
+        importance: importance matrix, a dict from the GGUF name of each weight matrix to the
+            importance of its inputs, an fp32 tensor of shape [inputs]. None to quantise without an
+            importance matrix.
 
     Raises:
         ModelError: llama.cpp fails, for example because the format needs an importance matrix.
@@ -140,7 +145,8 @@ def quantise(
     parameters = library.llama_model_quantize_default_params()
     parameters.ftype = QUANTISED[dtype]
     if importance is not None:
-        # The C array ends with an empty entry. `arrays` keeps the data alive during the call.
+        # llama.cpp expects an array that ends with an empty entry. `arrays` keeps the data alive
+        # during the call.
         arrays = {name: (ctypes.c_float * len(v))(*v.tolist()) for name, v in importance.items()}
         entries = (library.llama_model_imatrix_data * (len(arrays) + 1))()
         for place, (name, array) in zip(entries, arrays.items(), strict=False):
@@ -161,8 +167,8 @@ def quantise(
 
 @contextlib.contextmanager
 def _said(library: Any) -> Iterator[list[str]]:
-    """Collect llama.cpp's log messages in a list during the `with` block instead of printing them
-    to stderr.
+    """Context manager in which the log messages of llama.cpp are collected in a list instead of
+    being printed to stderr.
     """
     from llama_cpp._logger import llama_log_callback
 
@@ -181,21 +187,21 @@ def _said(library: Any) -> Iterator[list[str]]:
 def importance_matrix(
     config: Mapping[str, Any], tensors: Mapping[str, Tensor], tokenizer: Tokenizer, text: str
 ) -> dict[str, Tensor]:
-    """Compute the importance matrix, which contains the mean square of each input of each weight
-    matrix on a calibration text.
+    """Compute the importance matrix of a model. It contains the mean square of each input of each
+    weight matrix on a calibration text.
 
-    Experts, the embedding and the head are omitted.
+    The matrices of experts, the embedding and the output head are omitted.
 
     Args:
         config: the model's config.json.
         tensors: weights, keyed by Hugging Face name.
         tokenizer: the model's tokenizer.
-        text: calibration text; at most its first 64 rows are used. A row has 512 tokens, or as many
-            as the context length if that is smaller.
+        text: calibration text. It is divided into rows of 512 tokens or, if the context length is
+            smaller, of the context length. At most 64 rows are used.
 
     Returns:
-        A dict from the GGUF name of each matrix to its inputs' mean squares, an fp32 tensor of
-        shape [inputs].
+        A dict from the GGUF name of each weight matrix to the mean squares of its inputs, an fp32
+        tensor of shape [inputs].
 
     Raises:
         ConfigError: the text is shorter than one row.
@@ -224,8 +230,8 @@ def importance_matrix(
 
 
 def _square_sums(sums: dict[str, Tensor], name: str) -> Any:
-    """Return a forward pre-hook that squares a module's inputs, of shape [..., inputs], and adds
-    them to `sums[name]`.
+    """Return a forward pre-hook that adds the squares of a module's inputs to `sums[name]`. The
+    inputs have the shape [..., inputs].
     """
 
     def add(_: nn.Module, inputs: Sequence[Tensor]) -> None:
@@ -236,8 +242,8 @@ def _square_sums(sums: dict[str, Tensor], name: str) -> Any:
 
 
 def evaluation_ids(tokenizer: Tokenizer, context: int) -> Tensor:
-    """Return the first token ids of `EVALUATION_TEXT`. They are int64 of shape [1, T], where T is
-    at most 512 and at most the context length.
+    """Return the first token ids of `EVALUATION_TEXT` as an int64 tensor of shape [1, T]. T is at
+    most 512 and at most the context length.
     """
     start = [tokenizer.separator_id] if tokenizer.add_bos else []
     ids = [*start, *tokenizer.encode(EVALUATION_TEXT)]
@@ -245,17 +251,17 @@ def evaluation_ids(tokenizer: Tokenizer, context: int) -> Tensor:
 
 
 def perplexity(logits: Tensor, ids: Tensor) -> float:
-    """Return the perplexity of the token ids `ids`, int64 of shape [1, T], under `logits`, of shape
-    [1, T, V].
+    """Compute the perplexity of a sequence. The token ids are int64 of shape [1, T], and the logits
+    have the shape [1, T, V].
 
-    The first token is excluded, because no logits predict it. The result is infinite if the loss
-    exceeds 709 nats, because the exponential then overflows in fp64.
+    The first token is excluded, because there are no logits that predict it. The result is infinite
+    if the loss exceeds 709 nats, because the exponential function then overflows in fp64.
     """
     return float(F.cross_entropy(logits[0, :-1].float(), ids[0, 1:]).double().exp())
 
 
 def llama_cpp_logits(path: Path, ids: Tensor) -> Tensor:
-    """Run a GGUF file in llama.cpp on the token ids `ids`, int64 of shape [1, T]. Return fp32
+    """Run a GGUF file in llama.cpp on token ids, which are int64 of shape [1, T]. Return fp32
     logits of shape [1, T, V].
 
     Raises:
@@ -265,8 +271,8 @@ def llama_cpp_logits(path: Path, ids: Tensor) -> Tensor:
     tokens = ids[0].tolist()
     with _said(library), contextlib.ExitStack() as stack:
         settings = library.llama_model_default_params()
-        # Don't repack weights for AMX. If llama.cpp was built with GCC 12, its kernels for repacked
-        # weights crash the process.
+        # Do not repack the weights for AMX. If llama.cpp was built with GCC 12, the kernels for
+        # repacked weights crash the process.
         settings.use_extra_bufts, settings.n_gpu_layers = False, 0
         model = library.llama_model_load_from_file(bytes(path), settings)
         if not model:
@@ -295,14 +301,15 @@ def llama_cpp_logits(path: Path, ids: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class QuantisationLoss:
-    """Accuracy lost by quantising a file.
+    """Loss of accuracy caused by quantising a model.
 
     Attributes:
-        source: perplexity on `EVALUATION_TEXT` under the source's logits.
-        result: perplexity under the result's logits in llama.cpp.
-        bits: size of the file in bits, divided by the number of weights.
-        difference: largest difference between the logits of source and result, after subtracting
-            the mean at each position.
+        source: perplexity of the source model on `EVALUATION_TEXT`.
+        result: perplexity of the quantised file on `EVALUATION_TEXT`, computed from llama.cpp's
+            logits.
+        bits: size of the quantised file in bits, divided by the number of weights.
+        difference: largest difference between the logits of the source and the quantised file. The
+            mean at each position is subtracted first.
         largest: largest absolute logit of the source, after the same subtraction.
     """
 
@@ -324,16 +331,16 @@ def quantise_source(
     text: str | None,
     limit: float | None,
 ) -> QuantisationLoss:
-    """Quantise a converted file. Reject a result whose perplexity is too high.
+    """Quantise a GGUF file. Raise an error if the perplexity of the result is too high.
 
     Args:
-        plain: unrounded GGUF file of the model; it is deleted.
+        plain: GGUF file of the model whose weights have not been rounded. It is deleted.
         out: the file to write.
         dtype: one of `QUANTISED`.
-        config, tensors, tokenizer: the source of the conversion.
-        text: calibration text for the importance matrix; None to quantise without an importance
+        config, tensors, tokenizer: config, weights and tokenizer of the source model.
+        text: calibration text for the importance matrix. None to quantise without an importance
             matrix.
-        limit: largest allowed relative increase of the perplexity; None uses the format's limit in
+        limit: largest allowed relative increase of the perplexity. None to use the limit in
             `PERPLEXITY_LIMITS`.
 
     Raises:

@@ -1,8 +1,8 @@
 """Choose the settings of a fine-tuning run based on the data, the initial model, the machine and
 the length of the run.
 
-The choice between training adapters and training all weights depends on memory and is made in
-`run.py`. Learning rates are defined in `planner/advise/defaults.py`.
+Whether adapters or all weights are trained depends on the available memory and is decided in
+`run.py`. The learning rates are defined in `planner/advise/defaults.py`.
 """
 
 from __future__ import annotations
@@ -34,15 +34,16 @@ from firstlight.planner.advise.model import batch_and_rate
 
 @dataclass(frozen=True)
 class TuningData:
-    """Facts about the fine-tuning data.
+    """Properties of the fine-tuning data.
 
     Attributes:
         kind: "chat" for conversations, "preference" for preference pairs, "text" for text
             documents.
         count: number of conversations, pairs or documents.
-        longest: length in tokens of the longest conversation or preference pair; 0 for text
+        longest: length in tokens of the longest conversation or preference pair. 0 for text
             documents.
-        usual: 99th percentile of the lengths in tokens; 0 for text documents.
+        usual: 99th percentile of the lengths of conversations or preference pairs, in tokens. 0 for
+            text documents.
     """
 
     kind: Literal["chat", "preference", "text"]
@@ -52,18 +53,18 @@ class TuningData:
 
     @property
     def name(self) -> str:
-        """Plural noun for the examples in messages."""
+        """Plural noun for the examples, for messages."""
         return "the text" if self.kind == "text" else f"the {self.unit}s"
 
     @property
     def unit(self) -> str:
-        """Singular noun for an example in messages."""
+        """Singular noun for an example, for messages."""
         return "preference pair" if self.kind == "preference" else "conversation"
 
     @property
     def most_epochs(self) -> float:
-        """Maximum number of passes over the data, because with more passes the model would memorise
-        it. A small set of conversations can be repeated more often than a large one.
+        """Maximum number of passes over the data. With more passes, the model would memorise the
+        data. A small set of conversations can be repeated more often than a large one.
         """
         if self.kind == "text":
             return defaults.MOST_EPOCHS
@@ -79,10 +80,10 @@ class Method:
     """A fine-tuning method.
 
     Attributes:
-        adapters: True to train adapters on frozen weights (LoRA), False to train all weights.
-        checkpointing: True to use activation checkpointing, which saves memory.
-        quantized: True to keep the frozen weights in 4 bits (QLoRA).
-        reason: reason why the method was chosen, shown in the printed table.
+        adapters: True to freeze the weights and train LoRA adapters. False to train all weights.
+        checkpointing: True to save memory with activation checkpointing.
+        quantized: True to quantise the frozen weights to 4 bits, as in QLoRA.
+        reason: reason for choosing the method, which is shown in the printed table.
     """
 
     adapters: bool = False
@@ -92,13 +93,13 @@ class Method:
 
     @property
     def name(self) -> str:
-        """Name of the method in messages."""
+        """Name of the method, for messages."""
         if not self.adapters:
             return "all weights"
         return "QLoRA" if self.quantized else "LoRA"
 
     def choices(self) -> Iterator[Choice]:
-        """Yield the recipe keys that select the method, each with its value and reason."""
+        """Yield the recipe keys that select this method, each with its value and the reason."""
         if self.adapters:
             yield Choice("lora.rank", defaults.ADAPTER_RANK, "rank of the adapters")
             yield Choice(
@@ -113,11 +114,11 @@ class Method:
 
 @dataclass(frozen=True)
 class StartingModel:
-    """Facts about the model that is fine-tuned.
+    """Properties of the model that is fine-tuned.
 
     Attributes:
         parameters: number of parameters.
-        hidden_size, layers: width of the model, and number of layers.
+        hidden_size, layers: hidden size and number of layers of the model.
         context: context length of the model in tokens.
     """
 
@@ -130,12 +131,13 @@ class StartingModel:
 def row_of(data: TuningData, model: StartingModel, fixed: Mapping[str, Any]) -> Choice:
     """Choose `data.seq_len`, the number of tokens in a training row.
 
-    For conversations, a row is long enough for the longest conversation or, if that is too long,
-    for 99 % of them. For text documents, a row has the sequence length that is used to train large
-    models from scratch. A row is never longer than the model's context.
+    For conversations, a row is long enough for the longest conversation. If that is too long, it is
+    long enough for 99 % of the conversations. For text documents, the sequence length is the one
+    that is used to train large models from scratch. A row is never longer than the context length
+    of the model.
 
     Args:
-        data, model: facts about the training data and the initial model.
+        data, model: properties of the training data and the initial model.
         fixed: values given by the user, keyed by `section.key`. A value for `data.seq_len` is used
             without being checked.
     """
@@ -145,7 +147,8 @@ def row_of(data: TuningData, model: StartingModel, fixed: Mapping[str, Any]) -> 
     if data.kind == "text":
         length = min(defaults.SEQ_LENS[-1][1], model.context)
         return Choice(key, length, f"the model's context is {model.context:,} tokens")
-    # An example of n tokens takes n - 1 positions of a row.
+    # An example with n tokens takes n - 1 positions in a row, because the inputs and targets are
+    # shifted by one token.
     longest, usual = data.longest - 1, data.usual - 1
     most = min(defaults.LONGEST_ROW, model.context)
     if longest <= most:
@@ -163,14 +166,15 @@ def _power_of_two(count: float) -> int:
 
 @dataclass(frozen=True)
 class TuningFacts:
-    """Facts from which the settings of a fine-tuning run are chosen.
+    """All information from which the settings of a fine-tuning run are chosen.
 
     Attributes:
-        data, model, method: facts about the training data and the initial model, and the method.
-        machine: facts about the machine, including its training speed for this model.
-        epoch_tokens: number of tokens in one pass over the training split, including padding.
+        data, model: properties of the training data and the initial model.
+        method: fine-tuning method.
+        machine: specification of the machine, including its training speed for this model.
+        epoch_tokens: number of tokens in a single pass over the training split, including padding.
         val_tokens: number of tokens in the validation split, including padding.
-        row: the row length chosen by `row_of`.
+        row: row length chosen by `row_of`.
     """
 
     data: TuningData
@@ -182,8 +186,8 @@ class TuningFacts:
     row: Choice
 
     def reference_seconds(self, rate: float) -> float:
-        """Return the time in seconds that it takes to score all preference pairs with the initial
-        model before the first step.
+        """Return the time in seconds for scoring all preference pairs with the initial model before
+        the first step.
 
         Args:
             rate: training speed in tokens per second.
@@ -195,16 +199,16 @@ class TuningFacts:
         return FORWARD_SHARE * (self.epoch_tokens + self.val_tokens) / rate
 
     def part_facts(self, fixed: Mapping[str, Any]) -> PartFacts:
-        """Return the facts from which the settings for evaluations, sample texts and checkpoints
-        are chosen.
+        """Return the information from which the settings for evaluations, sample texts and
+        checkpoints are chosen.
 
         Args:
             fixed: values given by the user, keyed by `section.key`.
         """
         trained, model = self.model.parameters, self.model
         if self.method.adapters:
-            # In each layer, adapters are added to the four attention matrices, which have the width
-            # of the model, and to the three MLP matrices, which are about three times as wide.
+            # In each layer, adapters are added to seven matrices. The four attention matrices have
+            # the width of the model. The three MLP matrices are about three times as wide.
             rank = fixed.get("lora.rank", defaults.ADAPTER_RANK)
             trained = 20 * rank * model.hidden_size * model.layers
         return PartFacts(self.row.value, self.val_tokens, STATE_BYTES * trained, fixed)
@@ -214,8 +218,8 @@ def choose_tuning(facts: TuningFacts, length: Length, fixed: Mapping[str, Any]) 
     """Choose all settings of a fine-tuning run.
 
     Args:
-        facts: facts about data, model, method and machine.
-        length: length of the run as a time, a number of tokens or a number of steps.
+        facts: information about the data, the model, the method and the machine.
+        length: length of the run, as a time budget, a number of tokens or a number of steps.
         fixed: values given by the user, keyed by `section.key`.
 
     Raises:
@@ -237,8 +241,8 @@ def choose_tuning(facts: TuningFacts, length: Length, fixed: Mapping[str, Any]) 
         left = max(way.left_of(length.seconds) - facts.reference_seconds(rate), 0.0)
         return min(rate * left * (1 - part_facts.parts(rate, left, left).share), most)
 
-    # Derive the batch size from the full speed of the machine. A lower speed would result in a
-    # smaller batch, which would slow down a GPU even more.
+    # Compute the batch size from the full speed of the machine. A lower speed would result in a
+    # smaller batch, which would make training on a GPU even slower.
     unit = given_unit(fixed, row.value)
     batch = given or _batch_tokens(tokens_at(rate), row.value, unit)
     batch, rate, way = batch_and_rate(
@@ -277,16 +281,16 @@ def choose_tuning(facts: TuningFacts, length: Length, fixed: Mapping[str, Any]) 
 
 
 def _batch_tokens(tokens: float, seq_len: int, unit: int) -> int:
-    """Return the number of tokens per step.
+    """Choose the number of tokens per step.
 
-    The number is chosen such that the run has about `defaults.TUNING_STEPS` steps. It is limited to
-    a maximum, and rounded to complete micro-batches.
+    With the chosen number, the run has about `defaults.TUNING_STEPS` steps. The number does not
+    exceed a maximum, and it is rounded to complete micro-batches.
 
     Args:
         tokens: number of tokens in the run.
         seq_len: number of tokens per row.
-        unit: number of tokens that must divide the result, due to micro-batch settings given by the
-            user.
+        unit: the result is a multiple of this number of tokens, which depends on the micro-batch
+            settings given by the user.
     """
     wanted = min(tokens / defaults.TUNING_STEPS, defaults.MOST_TUNING_BATCH)
     rows = 1 << max(round(math.log2(max(wanted / seq_len, 1.0))), 0)
@@ -304,7 +308,8 @@ def check_given(request: Request, *, conversations: bool = False) -> None:
     """Reject invalid values given by the user, before any data is prepared.
 
     Raises:
-        ConfigError: see `Request.check`; or no learning rate is known for the user's optimizer.
+        ConfigError: a value is invalid (see `Request.check`), or no learning rate is known for the
+            optimizer given by the user.
     """
     request.check(conversations=conversations)
     name = str(request.fixed.get("optimizer.name") or "adamw")

@@ -1,8 +1,8 @@
-"""Plan and run the fine-tuning of an existing model on conversations or text documents, with
-adapters or of all weights.
+"""Fine-tune an existing model on conversations or text documents. Either adapters or all weights
+are trained.
 
-Conversations are prepared in the cache, as for any recipe with `data.files`. Text documents are
-prepared in the run folder with the tokenizer of the model.
+Conversations are tokenized and stored in the cache, like for any recipe with `data.files`. Text
+documents are tokenized with the tokenizer of the model and stored in the run folder.
 """
 
 from __future__ import annotations
@@ -78,9 +78,8 @@ class TuningPlan(RunPlan):
     """The plan of a fine-tuning run.
 
     Attributes:
-        facts: facts from which the settings are chosen.
-        template: name of the chat template, and the reason why it was chosen; None for text
-            documents.
+        facts: information from which the settings are chosen.
+        template: name of the chat template and the reason for choosing it. None for text documents.
         too_long: messages that report how many conversations are longer than a row.
     """
 
@@ -118,21 +117,24 @@ class TuningPlan(RunPlan):
 
 
 class FineTuning:
-    """A fine-tuning run: reads the model and the data, plans the training and runs it. Implements
-    the interface `from_texts.run.Work`.
+    """A fine-tuning run. It reads the model and the data, chooses the settings and trains the
+    model.
+
+    This class implements the interface `from_texts.run.Work`.
 
     Args:
-        request: inputs, length and overrides of the run, and the initial model.
+        request: the user's request, which specifies the inputs, the length, the overrides and the
+            initial model.
         tell: function that is called with each message to the user.
         progress: True to show a progress bar.
 
     Attributes:
-        content_key: hash of the data and of the path of the model.
+        content_key: hash of the data and the path of the model.
 
     Raises:
         InputError: the inputs can't be read, or mix conversations and preference pairs.
         ConfigError: an override is invalid, or the model has no tokenizer.
-        ModelError, CheckpointError: there is no such model, or it can't be used.
+        ModelError, CheckpointError: the model does not exist or can't be used.
         DataError, TokenizerError: see `prepare_chat`.
     """
 
@@ -180,8 +182,9 @@ class FineTuning:
             return folder, read_config(config_folder(folder)), tokenizer
 
         self._folder, self._config, self._tokenizer = read_model_folder(request.init_from, read)
-        # If the model is a run folder, keep this path instead of that of the checkpoint, which an
-        # active run may delete. For a hub model, keep the path of the downloaded folder.
+        # If the model is a run folder, store the path of the run folder. An active run may delete
+        # the checkpoint, so the path of the checkpoint is not stored. For a hub model, store the
+        # path of the downloaded folder.
         is_here = Path(request.init_from).expanduser().exists()
         self._start = request.init_from if is_here else str(self._folder)
         self._model = StartingModel(
@@ -217,8 +220,8 @@ class FineTuning:
         """Choose the method and the settings.
 
         Args:
-            request: inputs, overrides and length of the run. Without a length, `DEFAULT_SECONDS` is
-                used.
+            request: the user's request, which specifies the inputs, the overrides and the length of
+                the run. Without a length, `DEFAULT_SECONDS` is used.
             gpu: name of a GPU to plan for; None to plan for this machine.
 
         Raises:
@@ -265,8 +268,8 @@ class FineTuning:
         return plan
 
     def _tokens(self, seq_len: int) -> tuple[float, float]:
-        """Return (number of tokens in the training split, number of tokens in the validation
-        split), for one pass each.
+        """Return the number of tokens in the training split and the number of tokens in the
+        validation split.
         """
         if self._chats is not None:
             return self._chats.tokens(seq_len)
@@ -280,11 +283,11 @@ class FineTuning:
     def _fitting_method(
         self, request: Request, machine: Machine, row: Choice, prompts: Sequence[str]
     ) -> tuple[ResolvedRecipe, Method]:
-        """Return (resolved recipe, method) for the first method of `_methods` that fits in memory
-        with a micro-batch of one sequence.
+        """Return the first of `_methods` that fits in memory with a micro-batch of one sequence, as
+        a pair of the resolved recipe and the method.
 
         Raises:
-            ConfigError: no method fits.
+            ConfigError: no method fits in memory.
         """
         from firstlight.lora.files import config_folder
         from firstlight.planner.plan.estimate import estimate
@@ -297,8 +300,8 @@ class FineTuning:
         unit = given_unit(fixed, row.value)
         values: dict[str, Any] = {
             "data": {**data, "seq_len": row.value},
-            # The settings are not known yet. Assume that the run accumulates gradients and saves
-            # checkpoints before the end, because this takes the most memory.
+            # These settings have not been chosen yet. Assume that the run accumulates gradients and
+            # saves checkpoints during training, because this takes the most memory.
             "batch": {
                 "micro_batch_size": 1,
                 "global_batch_tokens": given_batch(fixed, row.value) or 2 * unit,
@@ -337,7 +340,7 @@ class FineTuning:
         )
 
     def _methods(self, request: Request, machine: Machine) -> Iterator[Method]:
-        """Yield the methods to try, in order of decreasing capacity to learn."""
+        """Yield the methods to try. The methods with the highest capacity to learn come first."""
         if not any(name.startswith("lora.") for name, _ in request.overrides):
             yield Method()
         yield Method(adapters=True)
@@ -348,8 +351,8 @@ class FineTuning:
     # The run
 
     def begin(self, plan: RunPlan, request: Request, call: RunCall) -> TrainResult:
-        """Prepare the text, choose the settings again now that the number of tokens and the
-        remaining time are known, and train.
+        """Prepare the text and train the model. Before training, the settings are chosen again from
+        the actual number of tokens and the remaining time.
         """
         from firstlight.from_texts.machine import train_plan
 
@@ -372,8 +375,8 @@ class FineTuning:
         return train_plan(plan, call)
 
     def _with_texts(self, plan: TuningPlan, scan: Scan, call: RunCall) -> TuningPlan:
-        """Prepare the text documents. Return a copy of the plan with the folder of the prepared
-        data and the actual numbers of tokens.
+        """Prepare the text documents. Return a copy of the plan that contains the folder of the
+        prepared data and the actual numbers of tokens.
         """
         from firstlight.data.shards import read_manifest
 
@@ -390,9 +393,7 @@ class FineTuning:
         return replace(plan, facts=facts, data={"dir": str(data)})
 
     def _prompts(self, seq_len: int) -> list[str]:
-        """Return prompts for sample texts, each short enough to leave at least half of the context
-        for the answer.
-        """
+        """Return prompts for sample texts. Each prompt takes at most half of the context."""
         if self._chats is not None:
             return self._chats.prompts(self._model.context // 2)
         assert self._scan is not None
@@ -400,14 +401,14 @@ class FineTuning:
 
 
 def _require_readable(inputs: Sequence[str], text_key: str) -> None:
-    """Reject damaged files of records, and a single input file whose records are neither
-    conversations nor text documents.
+    """Raise an error if a file with records is damaged. If there is only one input file, also raise
+    an error if its records are neither conversations nor text documents.
 
-    If such a file were treated as text, the resulting error message would advise the user to run
-    the same command again.
+    If such an input file were treated as text, the resulting error message would advise the user to
+    run the same command again.
 
     Raises:
-        InputError: a file is damaged or has unsuitable records.
+        InputError: a file is damaged, or its records are unsuitable.
     """
     for item in inputs:
         if not item.lower().endswith(RECORD_SUFFIXES) or not Path(item).expanduser().is_file():
@@ -429,8 +430,8 @@ def _require_readable(inputs: Sequence[str], text_key: str) -> None:
 def _of_run(request: Request) -> list[tuple[str, str]]:
     """Return the overrides that affect the memory use of the run.
 
-    Overrides of the length of the run and of the number of micro-batches are omitted. Methods are
-    tried with a micro-batch of one sequence, so the number of micro-batches given by the user would
+    Overrides that set the length of the run or the number of micro-batches are omitted. The methods
+    are tried with a micro-batch of one sequence, for which the user's number of micro-batches would
     be wrong.
     """
     left_out = ("schedule.", "run.", "batch.gradient_accumulation_steps")
@@ -439,8 +440,8 @@ def _of_run(request: Request) -> list[tuple[str, str]]:
 
 # The conversations
 
-#: Maximum number of conversations that are searched for tools, and of held-out conversations that
-#: are searched for sample questions; and maximum number of sample questions.
+#: Maximum number of conversations that are searched for tools, maximum number of held-out
+#: conversations that are searched for sample questions, and maximum number of sample questions.
 _LOOKED_AT, _SAMPLES = 40, 3
 #: Maximum number of characters in a sample question.
 _MOST_QUESTION = 400
@@ -451,18 +452,19 @@ class Conversations:
 
     Args:
         request: inputs and overrides of the run.
-        sources: files with conversations or pairs.
+        sources: files with conversations or preference pairs.
         folder: folder of the model.
         tokenizer: tokenizer of the model.
-        kind: "chat" for conversations, "preference" for pairs.
+        kind: "chat" for conversations, "preference" for preference pairs.
         tell: function that is called with each message to the user.
         progress: True to show a progress bar.
 
     Attributes:
         section: the `data` section of the recipe.
-        template: name of the chat template, and the reason why it was chosen.
-        train, val: the splits. `val` is None if there are no held-out conversations.
-        facts: facts from which the settings are chosen.
+        template: name of the chat template and the reason for choosing it.
+        train, val: training split and validation split. `val` is None if there are no held-out
+            conversations.
+        facts: properties of the data, from which the settings are chosen.
 
     Raises:
         InputError, DataError, TokenizerError, StorageError: see `cached_chat`.
@@ -479,8 +481,7 @@ class Conversations:
         tell: Callable[[str], None],
         progress: bool,
     ) -> None:
-        # Import these modules here, because they import torch, which would delay the first line of
-        # output.
+        # Import these modules here. They import torch, which would delay the first line of output.
         from firstlight.checkpoint.selection import resolve_tokenizer
         from firstlight.data.packing import ExampleDataset, chat_notes
         from firstlight.recipe import parse_recipe
@@ -509,7 +510,7 @@ class Conversations:
             tell,
             tokenizer=lambda: resolve_tokenizer(folder),
             progress=progress,
-            reports_missing=False,  # The run itself reports a missing split.
+            reports_missing=False,  # A missing split is reported later, when the run starts.
         )
         assert isinstance(train, ExampleDataset)
         self.train, lengths = train, _unit_lengths(train)
@@ -524,8 +525,8 @@ class Conversations:
             tell(line)
 
     def tokens(self, seq_len: int) -> tuple[float, float]:
-        """Return (number of tokens in the training split, number of tokens in the validation
-        split), for one pass each in rows of `seq_len` tokens. Padding is included.
+        """Return the number of tokens in the training split and the number of tokens in the
+        validation split. Padding to rows of `seq_len` tokens is included.
         """
 
         def of(split: Corpus | None) -> float:
@@ -535,7 +536,7 @@ class Conversations:
 
     def too_long(self, seq_len: int) -> list[str]:
         """Return messages that report how many conversations are dropped or truncated because they
-        are longer than a row of `seq_len` tokens, or [] if all conversations fit.
+        are longer than a row of `seq_len` tokens. If all conversations fit, return [].
 
         Raises:
             DataError: no conversation fits, or `data.long` is "refuse" and at least one
@@ -551,8 +552,8 @@ class Conversations:
         return lines
 
     def too_long_places(self, seq_len: int) -> list[str]:
-        """Describe each conversation that is longer than a row of `seq_len` tokens by its file,
-        line and length in tokens.
+        """Describe each conversation that is longer than a row of `seq_len` tokens. A description
+        consists of the file, the line and the length in tokens.
         """
         from firstlight.data.packing import ORIGINS_NAME
 
@@ -560,7 +561,8 @@ class Conversations:
         for split, _ in self._splits():
             path = split.folder / ORIGINS_NAME.format(split=split.split)
             origins = path.read_text(encoding="utf-8").splitlines()
-            # An example of n tokens takes n - 1 positions of a row.
+            # An example with n tokens takes n - 1 positions in a row, because the inputs and
+            # targets are shifted by one token.
             lengths = _unit_lengths(split)
             for index in np.flatnonzero(lengths - 1 > seq_len):
                 place = origins[index * split.together]
@@ -568,7 +570,7 @@ class Conversations:
         return places
 
     def _splits(self) -> Iterator[tuple[ExampleDataset, str]]:
-        """Yield each split with its name for messages."""
+        """Yield each split and its name, for messages."""
         from firstlight.data.packing import ExampleDataset
 
         yield self.train, "training"
@@ -576,8 +578,8 @@ class Conversations:
             yield self.val, "held-out"
 
     def prompts(self, most_tokens: int) -> list[str]:
-        """Return up to three different questions from held-out conversations, each with fewer than
-        `most_tokens` tokens.
+        """Return up to three different questions from the held-out conversations. Each question has
+        fewer than `most_tokens` tokens.
         """
         from firstlight.tokenizer import Tokenizer
 
@@ -596,7 +598,9 @@ class Conversations:
         return found
 
     def _questions(self) -> Iterator[str]:
-        """Yield the first user message of each held-out conversation, unless it is too long."""
+        """Yield the first user message of each held-out conversation. Messages that are too long
+        are omitted.
+        """
         from firstlight.data.packing import ExampleDataset
 
         if not isinstance(self.val, ExampleDataset):
@@ -620,8 +624,9 @@ class Conversations:
 
 
 def _unit_lengths(split: ExampleDataset) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-    """Return the length in tokens of each conversation or pair. The length of a pair is that of
-    both answers, each with the prompt.
+    """Return the length in tokens of each conversation or preference pair. The length of a
+    preference pair is the total length of the prompt with the chosen answer and the prompt with the
+    rejected answer.
     """
     lengths: np.ndarray[tuple[int], np.dtype[np.int64]] = (split.lengths - 1).reshape(
         -1, split.together
@@ -632,8 +637,11 @@ def _unit_lengths(split: ExampleDataset) -> np.ndarray[tuple[int], np.dtype[np.i
 def _chat_template(
     request: Request, tokenizer: Tokenizer, sources: Sequence[DataSource]
 ) -> tuple[str | None, tuple[str, str]]:
-    """Choose the chat template. Return (value of `data.template`, (name of the template, reason why
-    it was chosen)); the printed table shows the name and the reason.
+    """Choose the chat template.
+
+    Returns:
+        The value of `data.template`, and a pair of the name of the template and the reason for
+        choosing it. The pair is shown in the printed table.
     """
     given = request.fixed.get("data.template")
     if given is not None:
@@ -651,7 +659,7 @@ def _chat_template(
 
 
 def _have_tools(sources: Sequence[DataSource]) -> bool:
-    """Return True if any of the first conversations has tools."""
+    """Return True if any of the first conversations uses tools."""
     from firstlight.tokenizer.messages import template_options
 
     with closing(read_records(sources)) as records:

@@ -1,10 +1,11 @@
 """Write cards (README.md) for models and prepared corpora.
 
-A card consists of metadata for the hub and a description. Both are generated from facts in the
-model's or corpus's files. The templates are in the folder cards/.
+A card consists of metadata for the hub and a description. Both are generated from information in
+the files of the model or corpus. The templates for the cards are in the folder cards/.
 
-Facts that no file contains are None or empty, and are omitted from the card. Because cards are
-public, local paths are reduced to their last part. Such paths are called neutral.
+Information that is not in the files is None or empty, and it is omitted from the card. Because
+cards are public, only the last component of local paths is shown. Paths that have been shortened in
+this way are called neutral.
 """
 
 from __future__ import annotations
@@ -52,11 +53,11 @@ if TYPE_CHECKING:
     from huggingface_hub import ModelCardData
 
 
-#: File names of the card and of the loss plot in the folder that is uploaded.
+#: File names of the card and the loss plot in the folder that is uploaded.
 CARD_NAME = "README.md"
 PICTURE_NAME = "loss.png"
 _URL_OF_DATASETS = "hf://datasets/"
-#: Names that the card's training table uses for recipe keys, keyed by (section, key).
+#: Names of recipe keys in the training table of the card, keyed by (section, key).
 _RECIPE_ROWS = {
     ("data", "seq_len"): "tokens per sequence",
     ("batch", "global_batch_tokens"): "tokens per step",
@@ -66,7 +67,7 @@ _RECIPE_ROWS = {
     ("schedule", "kind"): "schedule",
     ("efficiency", "precision"): "precision",
 }
-#: Names that the card uses for the losses in an evaluation or a line of metrics.
+#: Names of losses on the card, keyed by their names in an evaluation or in the metrics of a run.
 _LOSSES = {"loss": "loss", "perplexity": "perplexity", "bits_per_byte": "bits per byte"}
 #: File in the run folder with the results of `firstlight eval`.
 EVALUATIONS_NAME = "evaluations.jsonl"
@@ -77,14 +78,14 @@ class DataFacts:
     """A corpus on which a run was trained.
 
     Attributes:
-        name: last part of the folder's path, the URL, or the name of a file with conversations.
+        name: name of the folder, URL of the corpus, or name of a file with conversations.
         sources: names of the inputs from which the corpus was prepared.
-        splits: entries of the splits in the manifest, keyed by split name; empty if the folder is
-            missing or was changed after training.
-        options: options of `firstlight prepare` for this corpus, excluding the inputs and the
-            tokenizer.
-        weight: sampling weight of the corpus in a mix; None if the run was trained on a single
-            corpus.
+        splits: entries of the splits in the manifest, keyed by split name. Empty if the folder of
+            the corpus is missing or was changed after training.
+        options: options of `firstlight prepare` with which the corpus was prepared, without the
+            inputs and the tokenizer.
+        weight: sampling weight of the corpus if the run was trained on several corpora, otherwise
+            None.
     """
 
     name: str
@@ -96,24 +97,26 @@ class DataFacts:
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """Facts about a model to share.
+    """Information about a model to share.
 
     Attributes:
-        folder: folder of the checkpoint, or of the model if it does not belong to a run.
+        folder: folder of the checkpoint. For a model that does not belong to a run, folder of the
+            model.
         config: config of the model.
         parameters: number of parameters.
         tokenizer: tokenizer of the model, if any.
-        run: record of the run up to the step of the checkpoint; None for a model without a run.
-        step: step of the checkpoint; None for a model without a run.
+        run: record of the run up to the step of the checkpoint. None for a model without a run.
+        step: step of the checkpoint. None for a model without a run.
         max_steps: total number of steps in the run, or None if unknown.
-        numbers: result of `final_numbers` for the run up to `step`; empty for a model without a
+        numbers: result of `final_numbers` for the run up to `step`. Empty for a model without a
             run.
-        data: corpora on which the run was trained.
-        init_from: model with whose weights the run started, as a hub id or the last part of a path;
-            None for random weights.
-        request: options and inputs of the `firstlight train TEXTS` command that created the run;
-            empty for all other runs.
-        evaluations: results of `firstlight eval` for exactly these weights, with the newest last.
+        data: corpora on which the model was trained.
+        init_from: model from which the weights were initialised, as a hub id or the last component
+            of a path. None if the weights were initialised randomly.
+        request: options and inputs of the `firstlight train TEXTS` command that created the run.
+            Empty for all other runs.
+        evaluations: results of `firstlight eval` for exactly these weights. The newest result is
+            last.
     """
 
     folder: Path
@@ -131,17 +134,17 @@ class ModelFacts:
 
     @property
     def is_unfinished(self) -> bool:
-        """True if the model is a checkpoint that was saved before the run's last step."""
+        """True if the model is a checkpoint that was saved before the last step of the run."""
         return self.max_steps is not None and self.step is not None and self.step < self.max_steps
 
 
 def read_facts(source: str | Path, *, best: bool = False) -> ModelFacts:
-    """Read the facts about a run's checkpoint, or about a model without a run.
+    """Read the information about a model to share.
 
     Args:
         source: a run folder, a checkpoint folder, a Hugging Face model folder or a hub id.
-        best: True to use a run folder's checkpoint with the lowest validation loss instead of the
-            newest.
+        best: True to use the checkpoint with the lowest validation loss if the source is a run
+            folder. False to use the newest checkpoint.
 
     Raises:
         ConfigError, CheckpointError, ModelError, TokenizerError: the model or a file of its run
@@ -151,8 +154,8 @@ def read_facts(source: str | Path, *, best: bool = False) -> ModelFacts:
 
 
 def facts_of(folder: Path) -> ModelFacts:
-    """Return the facts about a model folder. If the folder is a checkpoint, it must already have
-    been verified.
+    """Return the information about a model folder. If the folder is a checkpoint, the caller must
+    already have verified it.
 
     Raises:
         ModelError, CheckpointError, TokenizerError: see `read_facts`.
@@ -170,7 +173,7 @@ def facts_of(folder: Path) -> ModelFacts:
 
 
 def run_of(checkpoint: Path) -> Path | None:
-    """Return the run folder of a checkpoint folder, or None for any other folder."""
+    """Return the run folder that contains a checkpoint folder, or None for any other folder."""
     checkpoint = Path(os.path.abspath(checkpoint))
     run = checkpoint.parent.parent
     is_run = any((run / name).is_file() for name in (METRICS_NAME, RECIPE_NAME))
@@ -201,7 +204,7 @@ def _with_run(model: ModelFacts, run_folder: Path) -> ModelFacts:
 
 
 def _until(metrics: Metrics, step: int) -> Metrics:
-    """Return the metrics of a run up to and including a step."""
+    """Return the metrics of a run, up to and including a step."""
     count = int(np.searchsorted(metrics.steps, step, side="right"))
     columns = {
         key: (lines[lines < count], values[lines < count])
@@ -213,8 +216,9 @@ def _until(metrics: Metrics, step: int) -> Metrics:
 
 
 def _request_of(run_folder: Path) -> Mapping[str, Any]:
-    """Return the options of the `firstlight train TEXTS` command that created a run, including its
-    "inputs" and "overrides" with neutral paths. Return an empty mapping for all other runs.
+    """Return the options of the `firstlight train TEXTS` command that created a run. They include
+    the "inputs" and the "overrides", and all paths in them are neutral. For all other runs, return
+    an empty mapping.
     """
     state = read_state(run_folder)
     request, inputs = state.get("request"), state.get("inputs")
@@ -230,7 +234,7 @@ def _request_of(run_folder: Path) -> Mapping[str, Any]:
 
 
 def _neutral_override(key: str, text: str) -> str:
-    """Return the value of an override in the form used on the command line, with neutral paths."""
+    """Return the value of an override as it is written on the command line, with neutral paths."""
     if key.endswith("sample_prompts"):
         return text
     try:
@@ -244,10 +248,11 @@ def _neutral_override(key: str, text: str) -> str:
 
 
 def _data_of(run: RunRecord, checkpoint: Path) -> list[DataFacts]:
-    """Return the facts about the corpora in a run's recipe.
+    """Return the information about all corpora in the recipe of a run.
 
-    Facts are read from the folder of a corpus only if its manifest has not changed since the run
-    was trained. For a corpus in a mix, the tokenizer must also still be that of the run.
+    The folder of a corpus is read only if its manifest has not changed since the run was trained.
+    If the run was trained on several corpora, the tokenizer of the corpus must also still be that
+    of the run.
     """
     data = run.recipe.get("data")
     if not isinstance(data, dict):
@@ -280,13 +285,13 @@ def _data_of(run: RunRecord, checkpoint: Path) -> list[DataFacts]:
 
 
 def _corpus(location: str, is_the_same: Any) -> DataFacts:
-    """Return the facts about a corpus. If the corpus is given as a URL, can't be read or has
-    changed, return only its name.
+    """Return the information about a corpus. It consists of the name only if the corpus is given as
+    a URL, can't be read or has changed.
 
     Args:
         location: folder or URL of the corpus.
-        is_the_same: function that takes a manifest, and returns True if it shows that the corpus is
-            unchanged.
+        is_the_same: function that is called with the current manifest, and returns True if the
+            corpus has not changed.
     """
     if is_url(location):
         return DataFacts(location)
@@ -301,11 +306,12 @@ def _corpus(location: str, is_the_same: Any) -> DataFacts:
 
 
 def corpus_facts(folder: Path, manifest: Mapping[str, Any]) -> DataFacts:
-    """Return the facts in the manifest and in the list of inputs of a prepared corpus.
+    """Return the information about a prepared corpus that is stored in its manifest and in its list
+    of inputs.
 
     Args:
         folder: folder of the corpus.
-        manifest: manifest in that folder.
+        manifest: manifest of the corpus.
     """
     names, read_by, are_cleaned = read_sources(folder)
     options = [*_prepare_options(manifest, own_val="--val-input" in read_by), *read_by]
@@ -321,7 +327,8 @@ def _prepare_options(manifest: Mapping[str, Any], *, own_val: bool) -> list[str]
 
     Args:
         manifest: manifest of the corpus.
-        own_val: True if the validation split was prepared from separate inputs (`--val-input`).
+        own_val: True if the validation split was prepared from separate inputs, which `--val-input`
+            specifies.
     """
     options = []
     if manifest["version"] == shards.LABELLED_VERSION:
@@ -338,8 +345,9 @@ def _prepare_options(manifest: Mapping[str, Any], *, own_val: bool) -> list[str]
 
 
 def neutral_recipe(values: Any) -> Any:
-    """Return the values of a recipe with neutral paths. Sample prompts are left unchanged, because
-    they are not paths."""
+    """Return the values in a recipe with neutral paths. Sample prompts are not changed, because
+    they are not paths.
+    """
     if isinstance(values, Mapping):
         return {
             key: value if key == "sample_prompts" else neutral_recipe(value)
@@ -349,17 +357,17 @@ def neutral_recipe(values: Any) -> Any:
         return [neutral_recipe(value) for value in values]
     if not isinstance(values, str):
         return values
-    # Split the value at commas, because evaluation tasks have the form NAME,FILE.
+    # Split the value at commas, because an evaluation task with a file has the form NAME,FILE.
     return ",".join(
         neutral_name(part.strip()) if "/" in part else part for part in values.split(",")
     )
 
 
 def record_evaluation(checkpoint: Path, result: Mapping[str, Any]) -> None:
-    """Append a result of `firstlight eval` to the file evaluations.jsonl in the run folder. Do
-    nothing for a model without a run.
+    """Append a result of `firstlight eval` to the file evaluations.jsonl in the run folder. If the
+    model does not belong to a run, do nothing.
 
-    The SHA-256 of the checkpoint is stored with the result.
+    The SHA-256 hash of the checkpoint is stored with the result.
 
     Args:
         checkpoint: folder of the evaluated model.
@@ -375,8 +383,8 @@ def record_evaluation(checkpoint: Path, result: Mapping[str, Any]) -> None:
     manifest, path = read_manifest(checkpoint), run / EVALUATIONS_NAME
     opened = os.open(run, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        # Lock the folder, because two evaluations that end at the same time could otherwise
-        # overwrite each other's results.
+        # Lock the folder. Otherwise, two evaluations that end at the same time could overwrite each
+        # other's results.
         fcntl.flock(opened, fcntl.LOCK_EX)
         lines = [
             *read_json_lines(path),
@@ -397,15 +405,15 @@ def model_card(
     licence: str | None = None,
     gguf: str | None = None,
 ) -> str:
-    """Return the text of a model card. The card of a run includes the picture `PICTURE_NAME`, which
-    must be in the same folder as the card.
+    """Return the content of a model card. If the model belongs to a run, the card shows the image
+    `PICTURE_NAME`, which must be in the same folder as the card.
 
     Args:
-        facts: facts about the model.
-        repository: USER/NAME on the hub; None to use the name of the run folder or model folder.
+        facts: information about the model.
+        repository: USER/NAME on the hub. None to use the name of the run folder or model folder.
         licence: licence as an id of the hub, such as "apache-2.0", or None if no licence was
             specified.
-        gguf: name of a GGUF file in the same folder as the card; None if there is no such file.
+        gguf: name of a GGUF file in the same folder as the card. None if there is no such file.
     """
     from huggingface_hub import ModelCard
 
@@ -446,11 +454,11 @@ def model_card(
 def corpus_card(
     facts: DataFacts, manifest: Mapping[str, Any], repository: str, licence: str | None
 ) -> str:
-    """Return the text of a corpus card.
+    """Return the content of a dataset card for a corpus.
 
     Args:
-        facts: facts about the corpus, including the names of its inputs, its splits, and the
-            options with which it was prepared.
+        facts: information about the corpus: the names of its inputs, its splits, and the options
+            with which it was prepared.
         manifest: manifest of the corpus.
         repository: USER/NAME on the hub.
         licence: licence as an id of the hub, such as "cc-by-4.0", or None if no licence was
@@ -466,7 +474,7 @@ def corpus_card(
         size_categories=next((text for most, text in _SIZES.items() if documents < most), "n>1B"),
         source_datasets=hub_datasets([facts]) or None,
         tags=["firstlight", "tokenized"],
-        # Disable the hub's data set viewer, because it supports tables but not shards.
+        # Disable the dataset viewer of the hub, because it supports tables but not shards.
         viewer=False,
     )
     rejected = manifest["documents"].get("rejected") or {}
@@ -487,7 +495,7 @@ def corpus_card(
     return _tidied(str(card))
 
 
-#: The hub's size categories, keyed by their exclusive upper limits in documents.
+#: Size categories of the hub, keyed by their exclusive upper limits on the number of documents.
 _SIZES = {
     1_000: "n<1K",
     10_000: "1K<n<10K",
@@ -504,8 +512,8 @@ def _template(name: str) -> str:
 
 
 def _tidied(card: str) -> str:
-    """Remove the superfluous empty lines that parts of the template leave behind when they are
-    omitted.
+    """Remove superfluous empty lines. Parts of the template that are omitted leave such lines
+    behind.
     """
     return re.sub(r"\n{3,}", "\n\n", card).strip() + "\n"
 
@@ -525,7 +533,7 @@ def _metadata(facts: ModelFacts, name: str, licence: str | None) -> ModelCardDat
         for dataset, metric, value, error in _measured(facts)
     ]
     base = facts.init_from if facts.init_from and is_hub_id(facts.init_from) else None
-    # Remove the revision, which the hub's metadata does not support.
+    # Remove the revision, because the metadata of the hub does not support revisions.
     base = None if base is None else base.partition("@")[0]
     return ModelCardData(
         license=licence,
@@ -540,8 +548,8 @@ def _metadata(facts: ModelFacts, name: str, licence: str | None) -> ModelCardDat
 
 
 def hub_datasets(data: Sequence[DataFacts]) -> list[str]:
-    """Return the names (OWNER/NAME) of the hub datasets in `data`, without duplicates. A hub
-    dataset can be an input or the location of a corpus.
+    """Return the ids OWNER/NAME of all hub datasets that are inputs or locations of corpora in
+    `data`, without duplicates.
     """
     names = [source for one in data for source in one.sources if source.startswith("hf:")]
     found = [name[3:].partition(":")[0] for name in names]
@@ -551,17 +559,17 @@ def hub_datasets(data: Sequence[DataFacts]) -> list[str]:
 
 
 def _measured(facts: ModelFacts) -> Iterator[tuple[str, str, float, float | None]]:
-    """Yield all results as tuples of the dataset or task, the metric, the value, and the standard
-    error or None.
+    """Yield all results of evaluations. Each is a tuple of the dataset or task, the metric, the
+    value, and the standard error or None.
 
-    The value of a metric is taken from the newest `firstlight eval` that measured it. If there is
-    no such evaluation, the value is taken from the run's own evaluation at or before the step of
-    the checkpoint.
+    The value of a metric is that of the newest `firstlight eval` in which it was measured. If there
+    is none, it is the value of the last evaluation that was part of the training run, at or before
+    the step of the checkpoint.
     """
     corpus = "all data"
     if len(facts.data) == 1:
         corpus = ", ".join(facts.data[0].sources) or facts.data[0].name
-    # Later entries replace earlier ones.
+    # Results of later evaluations replace those of earlier ones.
     found = _measured_in_run(facts, corpus)
     for one in facts.evaluations:
         found |= _measured_by_eval(one, corpus)
@@ -570,13 +578,13 @@ def _measured(facts: ModelFacts) -> Iterator[tuple[str, str, float, float | None
             yield place, metric, value, error
 
 
-#: Results keyed by (dataset or task, metric). Each result is a pair of the value and the standard
-#: error or None.
+#: Results of evaluations, keyed by (dataset or task, metric). Each result is a pair of the value
+#: and the standard error, which can be None.
 _Results = dict[tuple[str, str], tuple[float, float | None]]
 
 
 def _measured_in_run(facts: ModelFacts, corpus: str) -> _Results:
-    """Return the results of the run's own evaluation."""
+    """Return the results of the last evaluation that was part of the training run."""
     found: _Results = {}
     for key in _LOSSES:
         value = facts.numbers.get("val/loss" if key == "loss" else key)
@@ -590,7 +598,7 @@ def _measured_in_run(facts: ModelFacts, corpus: str) -> _Results:
 
 
 def _measured_by_eval(evaluation: Mapping[str, Any], corpus: str) -> _Results:
-    """Return the results of one evaluation by `firstlight eval`."""
+    """Return the results of an evaluation with `firstlight eval`."""
     found: _Results = {}
     split = _SPLITS.get(evaluation.get("split", ""), "text")
     place = f"{evaluation.get('data') or corpus}, {split}"
@@ -671,8 +679,8 @@ def _data_blocks(facts: ModelFacts) -> Iterator[str]:
 
 
 def split_lines(splits: Mapping[str, Any]) -> list[str]:
-    """Return a Markdown list item for each split in a manifest. It contains the split's number of
-    tokens, documents and bytes of text.
+    """Return a Markdown list of the splits in a manifest. Each item shows the number of tokens,
+    documents and bytes of text in the split.
 
     Args:
         splits: manifest entries, keyed by split name.
@@ -685,7 +693,7 @@ def split_lines(splits: Mapping[str, Any]) -> list[str]:
 
 
 def source_link(name: str) -> str:
-    """Return the name of a corpus's input as Markdown, with a link if it is a hub dataset."""
+    """Return the name of an input in Markdown. The name of a hub dataset is a link."""
     if not name.startswith("hf:"):
         return f"`{name}`"
     dataset, _, rest = name[3:].partition(":")
@@ -714,7 +722,9 @@ def _training_rows(facts: ModelFacts) -> Iterator[tuple[str, str]]:
 
 
 def _run_evaluation(facts: ModelFacts) -> str | None:
-    """Return a sentence about the run's own evaluation, or None if there was no evaluation."""
+    """Return a sentence about the last evaluation that was part of the training run, or None if
+    there was no such evaluation.
+    """
     if facts.numbers.get("val/loss") is None or facts.run is None:
         return None
     metrics = facts.run.metrics.series("val/loss")
@@ -754,8 +764,8 @@ def _commands(facts: ModelFacts, repository: str) -> list[str]:
             lines.append(f"firstlight prepare {sources} --tokenizer {name} --out {folder}{more}")
         options += ["--data.dir", folder]
     if facts.run.length.get("max_steps"):
-        # Specify the number of steps even if the run had a time budget, because a different machine
-        # would complete a different number of steps in the same time.
+        # Specify the number of steps even if the run had a time budget. Within the same time, a
+        # different machine would complete a different number of steps.
         steps = facts.run.length["max_steps"]
         options += ["--schedule.max_steps", str(steps), "--schedule.max_minutes", "null"]
         options += ["--schedule.epochs", "null"]

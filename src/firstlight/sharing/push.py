@@ -1,7 +1,7 @@
 """Upload models and prepared corpora to the Hugging Face hub.
 
-`push` and `push_data` write a folder with the files to share, and upload it with huggingface_hub.
-This is the only module that uploads files.
+`push` and `push_data` write the files to share to a folder, and upload the folder with
+huggingface_hub. No other module uploads files.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from firstlight.sharing.card import (
 )
 from firstlight.tokenizer import Tokenizer
 
-#: JSON files in which other programs may have stored the local path of a model.
+#: JSON files in which other programs may have stored a local path of the model.
 _CONFIGS = ("config.json", "generation_config.json", "tokenizer_config.json")
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
 _MAX_CARD_BYTES = 1 << 20
@@ -55,17 +55,17 @@ _MAX_CARD_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class Pushed:
-    """Result of `push` or `push_data`. It describes a model or corpus that was uploaded or written
-    to a folder.
+    """Result of `push` and `push_data`, which describes a model or corpus that was uploaded or
+    written to a folder.
 
     Attributes:
         repository: USER/NAME on the hub.
-        url: URL of the repository's page, or None if nothing was uploaded.
-        folder: the folder that was written, or None if it was temporary.
-        files: size in bytes of each file, keyed by name.
-        step: step of the run's checkpoint; None for a corpus or for a model without a run.
-        unfinished_of: total number of steps in the run, if the checkpoint was saved before the last
-            step; otherwise None.
+        url: URL of the repository, or None if nothing was uploaded.
+        folder: folder that was written, or None if the folder was temporary.
+        files: sizes of the files in bytes, keyed by file name.
+        step: step of the checkpoint. None for a corpus or a model without a run.
+        unfinished_of: total number of steps in the run if the checkpoint was saved before the last
+            step, otherwise None.
         notes: messages to the user.
     """
 
@@ -90,20 +90,21 @@ def push(
     out: str | Path | None = None,
     upload: bool = True,
 ) -> Pushed:
-    """Upload a model to the Hugging Face hub, including its weights, tokenizer, recipe and a card.
+    """Upload a model to the Hugging Face hub, with its weights, its tokenizer, its recipe and a
+    model card.
 
-    The weights are written by `convert`, so the optimizer state and other training state in a
+    The weights are written by `convert`. The optimizer state and all other training state of a
     checkpoint are not uploaded. Files that are already on the hub are not uploaded again.
 
     Args:
         source: a run folder, a checkpoint, a Hugging Face model folder or a hub id.
         repository: name USER/NAME of the repository, which is created if it does not exist.
-        private: True to create a private repository; an existing repository must be private.
+        private: True to create a private repository. An existing repository must then be private.
         gguf: format of a GGUF file to add, such as "q4_k_m" or "q8_0", or None.
         licence: licence for the card, as an id of the hub such as "apache-2.0".
-        card: file to upload as the card; None to generate the card.
-        best: True to use a run folder's checkpoint with the lowest validation loss instead of the
-            newest.
+        card: file to upload as the card. None to generate the card.
+        best: True to use the checkpoint with the lowest validation loss if the source is a run
+            folder. False to use the newest checkpoint.
         out: folder to write and keep. None to write a temporary folder or, if `upload` is False,
             the folder NAME in the current folder.
         upload: False to write the folder without uploading it.
@@ -147,16 +148,16 @@ def push_data(
     out: str | Path | None = None,
     upload: bool = True,
 ) -> Pushed:
-    """Upload a prepared corpus to the Hugging Face hub, including its shards, manifest, tokenizer
-    and a card.
+    """Upload a prepared corpus to the Hugging Face hub, with its shards, its manifest, its
+    tokenizer and a dataset card.
 
-    `hf://datasets/USER/NAME` can then be used as `data.dir` on any machine. Lists of rejected and
-    unread files are not uploaded, because they contain local paths.
+    `hf://datasets/USER/NAME` can then be used as `data.dir` on any machine. The lists of rejected
+    and unread files are not uploaded, because they contain local paths.
 
     Args:
         folder: a folder written by `prepare`.
         repository: name USER/NAME of the repository, which is created if it does not exist.
-        private: True to create a private repository; an existing repository must be private.
+        private: True to create a private repository. An existing repository must then be private.
         licence: licence for the card, as an id of the hub such as "cc-by-4.0".
         out: folder to write and keep. None to write a temporary folder with links to the shards or,
             if `upload` is False, the folder NAME in the current folder.
@@ -190,8 +191,11 @@ def push_data(
 def _place(
     repository: str, out: str | Path | None, *, upload: bool
 ) -> Iterator[tuple[Path, Path | None]]:
-    """Context manager that yields the folder to write, and the folder that is kept. The second is
-    the same folder, or None if the folder is temporary."""
+    """Context manager for the folder to write.
+
+    Yields a pair of paths: the folder, and the folder again if it is kept or None if it is
+    temporary.
+    """
     name = repository.rpartition("/")[2]
     if out is None and upload:
         with tempfile.TemporaryDirectory(prefix="firstlight-push-") as temporary:
@@ -215,10 +219,10 @@ def _write_model(
     licence: str | None,
     card: str | Path | None,
 ) -> tuple[str, ...]:
-    """Write all files of a model that are to be shared to a folder. Return notes for the user."""
-    # `convert` uses the name of the folder as the name of the model in a GGUF file, so `plain` is
-    # named after the repository. Its parent folder can't conflict with a repository name, because
-    # repository names never begin with a dot.
+    """Write the files of a model to share to a folder. Return notes for the user."""
+    # `convert` stores the name of the source folder in GGUF files as the name of the model, so the
+    # folder `plain` has the name of the repository. Its parent folder can't conflict with the name
+    # of a repository, because repository names never begin with a dot.
     staging = folder / ".model"
     plain = staging / repository.rpartition("/")[2]
     notes = list(convert(facts.folder, plain).notes)
@@ -264,8 +268,10 @@ def _forget_folders(path: Path) -> None:
 
 
 def _verified_shards(folder: Path, manifest: dict[str, Any]) -> list[str]:
-    """Return the names of the shards after checking that each shard matches its SHA-256 in the
-    manifest, and that the shards were prepared with the tokenizer in the folder.
+    """Check a prepared corpus, and return the names of its shards.
+
+    The SHA-256 hashes of the shards must match the manifest, and the shards must have been prepared
+    with the tokenizer in the folder.
 
     Raises:
         DataError: a shard is missing or damaged, or the tokenizer differs.
@@ -294,19 +300,18 @@ def _verified_shards(folder: Path, manifest: dict[str, Any]) -> list[str]:
 #: and ".", without two consecutive "-" or "." in NAME.
 _REPOSITORY = re.compile(r"[A-Za-z0-9][\w-]*(?:\.[\w-]+)*/\w+(?:[.-]\w+)*", re.ASCII)
 _MAX_NAME = 96
-#: Patterns for the weights of an earlier upload. Weight files that are not in the new folder are
-#: deleted from the hub, because programs would load them together with the new weights.
+#: Patterns for weight files from an earlier upload. Files that match and are not in the new folder
+#: are deleted from the hub, because programs would load them together with the new weights.
 _REPLACED = ["model*.safetensors", "model.safetensors.index.json", "pytorch_model*.bin"]
 
 
 def _require_repository(repository: str, *, upload: bool) -> None:
-    """Check that the name of a repository is valid and that uploads are possible. Call this
-    function before doing any work.
+    """Check that the name of a repository is valid and that uploads are possible. This check is
+    made before any files are written.
 
     Raises:
         ConfigError: the name is not USER/NAME, or is not allowed on the hub.
-        HubError: `upload` is True, and there is no token (the user is not logged in) or
-            HF_HUB_OFFLINE is set.
+        HubError: `upload` is True, and either the user is not logged in or HF_HUB_OFFLINE is set.
     """
     if "/" not in repository:
         raise ConfigError(
@@ -339,15 +344,15 @@ def upload_folder(
     repository.
 
     Files that are already on the hub with the same content are not uploaded again, so a second call
-    resumes an interrupted upload. For models, weights of an earlier upload that are not in the
-    folder are deleted. All other files in the repository are kept.
+    resumes an interrupted upload. For a model, weight files from an earlier upload are deleted if
+    they are not in the folder. All other files in the repository are kept.
 
     Args:
         folder: folder to upload. Symbolic links in the folder are followed.
         repository: USER/NAME.
         kind: kind of the repository.
-        private: True to create a private repository, and to reject an existing public repository.
-            False to use the hub's default for a new repository.
+        private: True to create a private repository and to reject an existing public repository.
+            False to create a repository with the default visibility of the hub.
 
     Raises:
         ConfigError: `private` is True, and the repository is public.
@@ -365,8 +370,8 @@ def upload_folder(
                 "the hub, or omit --private"
             )
         with warnings.catch_warnings():
-            # huggingface_hub warns about a card without a licence. Hide this warning, because the
-            # user has chosen not to specify a licence and the card says so.
+            # huggingface_hub warns about a card without a licence. Hide this warning. The user has
+            # chosen not to specify a licence, and the card mentions that there is none.
             warnings.filterwarnings("ignore", message="Warnings while validating metadata")
             api.upload_folder(
                 repo_id=repository,
@@ -378,8 +383,8 @@ def upload_folder(
     except ConfigError:
         raise
     except Exception as error:
-        # huggingface_hub propagates the errors of its HTTP library. Different versions use
-        # different libraries.
+        # huggingface_hub does not catch the errors of its HTTP library, and different versions of
+        # huggingface_hub use different libraries.
         raise HubError(f"{repository} can't be uploaded: {_reason(error, repository)}") from error
     prefix = "datasets/" if kind == "dataset" else ""
     return f"{api.endpoint}/{prefix}{repository}"
@@ -414,9 +419,9 @@ def _reason(error: BaseException, repository: str) -> str:
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    """Yield an error, followed by all errors that led to it. Each is the cause of the error before
-    it or, if there is no explicit cause, the error that was being handled when that error was
-    raised."""
+    """Yield an error and all errors that caused it. The error that follows each error is its
+    `__cause__` or, if there is none, its `__context__`.
+    """
     while error is not None:
         yield error
         error = error.__cause__ or error.__context__

@@ -1,1 +1,3 @@
-"""Read and write the weights of Hugging Face model folders without a second copy in memory."""
+"""Read and write the weights of Hugging Face model folders without keeping a second copy of them in
+memory.
+"""

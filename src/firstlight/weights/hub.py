@@ -17,10 +17,12 @@ from firstlight.errors import (
     first_line,
 )
 
-#: Patterns of files to download. Pickled weights and code, which could be executed, are excluded.
+#: Patterns of the files to download. Pickled weights and Python code are excluded, because code in
+#: them could be executed.
 _WEIGHTS = "*.safetensors"
 _DOWNLOADED = ["*.json", _WEIGHTS, "*.jinja", "tokenizer.model", "merges.txt"]
-#: Patterns of pickled weights, which are downloaded only to convert a model without safetensors.
+#: Patterns of pickled weights. They are downloaded only when a model without safetensors files is
+#: converted.
 _PICKLED = ["pytorch_model*.bin"]
 
 #: Patterns of files that are never downloaded, because they are copies of the weights for other
@@ -28,7 +30,8 @@ _PICKLED = ["pytorch_model*.bin"]
 _LEFT_OUT = ["*/*", "consolidated*.safetensors"]
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9_][\w.-]{0,95}")
-#: Common names of local folders for runs and models. They are not interpreted as owners on the hub.
+#: Common names of local folders with runs or models. They are not interpreted as names of users or
+#: organisations on the hub.
 _LOCAL_FOLDERS = frozenset(
     ("run", "runs", "checkpoints", "out", "output", "outputs", "mine", "models", "data", "demo")
 )
@@ -60,8 +63,8 @@ def is_gguf(path: Path) -> bool:
 def find_model_folder(
     name: str | Path, *, pickled: bool = False, weights: bool = True, typed: bool = True
 ) -> Path:
-    """Return the folder of a local model, a GGUF file's model or a hub model. A GGUF file's model
-    is unpacked into the cache, and a hub model is downloaded if necessary.
+    """Return the folder of a model, which can be a local folder, a GGUF file or a model on the hub.
+    GGUF files are unpacked into the cache, and hub models are downloaded if necessary.
 
     A hub id is OWNER/NAME (`openai-community/gpt2`) for the newest commit of `main`, or
     OWNER/NAME@REVISION for another branch, tag or commit. The revision starts after the first "@",
@@ -69,15 +72,17 @@ def find_model_folder(
     (`OWNER/NAME@refs/pr/1`).
 
     Downloads use huggingface_hub with its cache (`HF_HOME`), token (`HF_TOKEN` or `hf auth login`)
-    and other settings (`HF_ENDPOINT`, `HF_HUB_OFFLINE`). Files in the cache are not downloaded
-    again. If the hub can't be reached, cached files are used without a message.
+    and other settings (`HF_ENDPOINT`, `HF_HUB_OFFLINE`). Files that are already in the cache are
+    not downloaded again. If the hub can't be reached, the cached files are used without a message
+    to the user.
 
     Args:
         name: a folder, a GGUF file or a hub id.
-        pickled: True to download `pytorch_model*.bin` if the model has no safetensors.
-        weights: False to download only config.json, the tokenizer and other small files.
-        typed: True if the user typed the name. If such a name looks like a mistyped path, it is not
-            looked up on the hub, unless it includes a revision (`OWNER/NAME@main`).
+        pickled: True to download `pytorch_model*.bin` if the model has no safetensors files.
+        weights: True to download the weights. False to download only config.json, the tokenizer and
+            other small files.
+        typed: True if the user typed the name. A typed name that looks like a mistyped path is not
+            looked up on the hub, unless it includes a revision, as in `OWNER/NAME@main`.
 
     Raises:
         ModelError: `name` is not a folder and can't be downloaded.
@@ -87,7 +92,7 @@ def find_model_folder(
     if path.is_dir():
         return path
     if is_gguf(path):
-        # Imported here, because this module imports torch, which is not needed for other names.
+        # Import this module here, because it imports torch, which is needed only for GGUF files.
         from firstlight.weights.gguf.reader import gguf_folder
 
         return gguf_folder(path)
@@ -121,8 +126,8 @@ def find_model_folder(
             snapshot_download(repository, allow_patterns=_PICKLED, **options)
         return folder
     except Exception as error:
-        # huggingface_hub propagates the errors of its HTTP library. Different versions use
-        # different libraries.
+        # huggingface_hub does not catch the errors of its HTTP library, and different versions of
+        # huggingface_hub use different libraries.
         raise _failure(error, text) from error
 
 
@@ -138,8 +143,9 @@ def is_hub_id(name: str) -> bool:
 
 
 def _near(path: Path) -> str:
-    """Return a suggestion for a path that does not exist, such as " (did you mean 'mine/run'?)", or
-    "" if no existing path is similar."""
+    """Return a suggestion for the user, such as " (did you mean 'mine/run'?)", if a path that does
+    not exist is similar to an existing path. Return "" if no existing path is similar.
+    """
     match: list[str] = []
     with contextlib.suppress(OSError):
         if path.parent.is_dir():
@@ -156,17 +162,17 @@ def _near(path: Path) -> str:
 
 
 def _is_mistyped_path(path: Path, hint: str) -> bool:
-    """Return True if a name of the form OWNER/NAME is probably a mistyped path rather than a hub
-    id. No path of this name exists.
+    """Return True if a name of the form OWNER/NAME, which is not the path of an existing file, is
+    probably a mistyped path rather than a hub id.
 
-    This is assumed if the folder OWNER exists, if `hint` suggests a similar path, or if OWNER is a
-    common name for a folder of runs.
+    The name is probably a path if the folder OWNER exists, if `hint` suggests a similar path, or if
+    OWNER is a common name for a folder with runs.
     """
     return bool(hint) or path.parent.is_dir() or path.parts[0] in _LOCAL_FOLDERS
 
 
 def _failure(error: Exception, text: str) -> FirstlightError:
-    """Return an error that explains why the hub id `text` could not be downloaded."""
+    """Return an error that explains why the hub model `text` could not be downloaded."""
     from huggingface_hub import constants
 
     if isinstance(error, OSError) and error.errno in _DISK_ERRORS:
@@ -180,8 +186,8 @@ def _failure(error: Exception, text: str) -> FirstlightError:
 
 
 def _reason(error: Exception, text: str) -> str:
-    """Return one line that explains why the download of the hub id `text` failed, and what to do
-    about it.
+    """Return one line that explains why the hub model `text` could not be downloaded, and what to
+    do about it.
     """
     from huggingface_hub import constants, errors
 

@@ -1,6 +1,6 @@
 """Read and write the files of Hugging Face model folders, except for the weights.
 
-To load a complete folder, or the folder of an adapter, use `firstlight.lora.loading`.
+To load a model with its weights, or an adapter, use `firstlight.lora.loading`.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ CONFIG_NAME = "config.json"
 GENERATION_CONFIG_NAME = "generation_config.json"
 
 
-#: Number of layers, and total number of experts in all layers, up to which a config is always
-#: accepted. A model of this size can be built quickly on the meta device.
+#: A config is always accepted if it has at most this number of layers, and at most this number of
+#: experts in all layers together. Models up to this size can be built quickly on the meta device.
 _FEW_LAYERS, _FEW_EXPERTS = 200, 20_000
-#: Minimum number of tensors per layer, and per expert.
+#: Minimum number of tensors that a layer has, and minimum number that an expert has.
 _LAYER_TENSORS, _EXPERT_TENSORS = 5, 1
 
 
@@ -40,14 +40,14 @@ def unloaded_model(
     """Build a model on the meta device from its config.
 
     The numbers of layers and experts are first compared with the number of tensors in the files,
-    because a damaged config.json can contain any numbers.
+    because a damaged config.json can specify arbitrarily large numbers.
 
     Args:
         config: config from the folder's config.json.
         folder: the model folder.
-        vocab_multiple: number to a multiple of which the embedding's rows are padded.
-        tensors: number of tensors in the folder's files, counting each expert of a stack as one
-            tensor. None to read this number from the files.
+        vocab_multiple: the number of rows of the embedding is padded to a multiple of this number.
+        tensors: number of tensors in the files of the folder, where each expert in a stack of
+            experts counts as a separate tensor. None to read this number from the files.
 
     Raises:
         ModelError: the files contain too few tensors for the config's layers or experts, or are
@@ -71,7 +71,7 @@ def unloaded_model(
     try:
         with torch.device("meta"):
             return build_model(config, vocab_multiple)
-    except (RuntimeError, TypeError, OverflowError) as error:  # Sizes beyond 64-bit integers.
+    except (RuntimeError, TypeError, OverflowError) as error:  # A size exceeds 64 bits.
         raise ModelError(f"{folder}: {CONFIG_NAME}: these sizes are impossible: {error}") from error
 
 
@@ -85,7 +85,7 @@ def tokenizer_of(folder: Path) -> Tokenizer | None:
 
 
 def has_tokenizer(folder: Path) -> bool:
-    """Return True if a folder contains a file with a standard tokenizer name."""
+    """Return True if a folder contains a file with a standard file name for tokenizers."""
     names = ("tokenizer.json", "vocab.json", "tokenizer.model")
     return any((folder / name).is_file() for name in names)
 
@@ -104,7 +104,7 @@ def read_config(folder: Path) -> ModelConfig:
 
 
 def require_not_trainer(folder: Path) -> None:
-    """Raise an error if a folder without config.json was written by transformers' Trainer.
+    """Raise an error if a folder without config.json was written by the Trainer of transformers.
 
     Raises:
         ModelError: the Trainer wrote this folder. The message explains which folder to use.
@@ -123,7 +123,7 @@ def require_not_trainer(folder: Path) -> None:
         )
 
 
-#: Advice on how to undo the quantisation of each program.
+#: Advice on how to dequantise a model, for each quantisation library.
 _UNDO = {
     "mlx-lm": ", or undo it with `mlx_lm.convert --dequantize --hf-path FOLDER --mlx-path NEW`",
     "bitsandbytes": ", or undo it with transformers: model.dequantize(), model.save_pretrained",
@@ -131,8 +131,8 @@ _UNDO = {
 
 
 def _require_plain(content: Mapping[str, Any], where: str) -> None:
-    """Raise an error if config.json describes quantised weights in a format other than MXFP4, which
-    is supported.
+    """Raise an error if config.json describes quantised weights in an unsupported format. Only
+    MXFP4 is supported.
     """
     packed = content.get("quantization_config") or content.get("quantization")
     values = packed if isinstance(packed, Mapping) else {}
@@ -158,7 +158,7 @@ def config_from_hf(content: Mapping[str, Any], where: str) -> ModelConfig:
 
     Args:
         content: content of config.json.
-        where: name of the config in messages.
+        where: name of the config, for messages.
 
     Raises:
         ModelError: the config is damaged, or its family or quantisation is not supported.
@@ -186,8 +186,8 @@ def config_from_hf(content: Mapping[str, Any], where: str) -> ModelConfig:
 def eos_ids_of(folder: Path, tokenizer: Tokenizer | None) -> tuple[int, ...]:
     """Return the ids of the end-of-text tokens, or () if there are none.
 
-    The ids are read from the first of generation_config.json, config.json and the tokenizer that
-    specifies any.
+    The ids are read from generation_config.json. If it does not specify any, they are read from
+    config.json or, failing that, from the tokenizer.
     """
     for name in (GENERATION_CONFIG_NAME, CONFIG_NAME):
         if ends := end_ids(_read_optional(folder / name)):
@@ -220,12 +220,13 @@ def read_generation(folders: Iterable[Path]) -> dict[str, Any]:
     return next((_read_optional(path) for path in found if path.is_file()), {})
 
 
-#: Sampling settings of generation_config.json, which have the same names in `SamplingConfig`.
+#: Sampling settings that have the same names in generation_config.json and in `SamplingConfig`.
 _SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
 
 def sampling_settings(generation: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings in a generation_config.json that replace defaults of `SamplingConfig`.
+    """Return the sampling settings in a generation_config.json. They replace the default values of
+    `SamplingConfig`.
 
     As in transformers, the default temperature is 1 if `do_sample` is true. If `do_sample` is
     false, the most likely token is always chosen.
@@ -265,13 +266,13 @@ def model_files(
 def generation_config(
     tokenizer: Tokenizer, generation: Mapping[str, Any] = MappingProxyType({})
 ) -> dict[str, Any]:
-    """Return the content of `generation_config.json` for a model with this tokenizer. Its end
-    tokens include those that end a turn in the tokenizer's chat template.
+    """Return the content of `generation_config.json` for a model with this tokenizer. The
+    end-of-text tokens in it include the tokens that end a turn in the tokenizer's chat template.
 
     Args:
         tokenizer: tokenizer of the model.
-        generation: content of the original model's `generation_config.json`, whose settings and end
-            tokens are kept.
+        generation: content of the original model's `generation_config.json`. Its settings and
+            end-of-text tokens are kept.
     """
     ends = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     ends = list(dict.fromkeys((*ends, *turn_end_ids(tokenizer), *end_ids(generation))))
@@ -284,13 +285,13 @@ def generation_config(
 
 
 def training_notes(folder: Path) -> list[str]:
-    """Return notes for the user about training settings in a model folder's config.json that
-    firstlight ignores, such as dropout.
+    """Return notes for the user about training settings in config.json that firstlight ignores,
+    such as dropout.
     """
     path = folder / CONFIG_NAME
     content = read_json_object(path, ModelError)
     family = FAMILIES.get(str(content.get("model_type")))
-    # For GPT-2, resid_pdrop and embd_pdrop are applied, so they are not reported.
+    # For GPT-2, resid_pdrop and embd_pdrop are not ignored, so they are not reported.
     applied = {} if family is None else family.config.model_fields
     names = ("attention_dropout", "hidden_dropout", "router_jitter_noise")
     return [
@@ -301,8 +302,8 @@ def training_notes(folder: Path) -> list[str]:
 
 
 def export_notes(config: Mapping[str, Any], tokenizer: Tokenizer | None) -> list[str]:
-    """Return notes for the user about parts of a model folder that transformers reads differently
-    from firstlight.
+    """Return notes for the user about settings in a model folder that transformers interprets
+    differently from firstlight.
 
     Args:
         config: the folder's config.json.

@@ -1,4 +1,5 @@
-"""Load and save a model's weights in safetensors files without a second copy in memory.
+"""Load and save the weights of a model in safetensors files without keeping a second copy of them
+in memory.
 
 Weights are loaded into a model on the meta device in one of the following modes:
 
@@ -8,14 +9,15 @@ Weights are loaded into a model on the meta device in one of the following modes
                 first used, and several processes share the memory. The file must not change while
                 the model exists.
     straight    All tensors are read and then copied into the model, as in most programs. This takes
-                twice the memory and is only a baseline for benchmarks.
+                twice as much memory. It is only used as a baseline in benchmarks.
 
-The default, `auto`, selects mmap if all parameters can be mapped, so that the model is ready
-immediately. Parameters can't be mapped on devices other than the CPU, in dtypes other than the
-file's, or for stacked experts, experts in MXFP4 and padded vocabularies. In these cases, `auto`
-selects sequential. Training overwrites all weights and therefore loads them sequentially.
+The default, `auto`, selects `mmap` if all parameters can be memory-mapped, because the model is
+then ready immediately. Otherwise, it selects `sequential`. Parameters can be mapped only on the CPU
+and in the dtype of the file. Models with stacked experts, experts in MXFP4 or a padded vocabulary
+can't be mapped. Training overwrites all weights, so it always uses `sequential`.
 
-`file_tensors` maps names in the file to parameters of the model, both for loading and for saving.
+`file_tensors` maps the tensor names in the file to the parameters of the model. It is used both for
+loading and for saving.
 """
 
 from __future__ import annotations
@@ -50,14 +52,14 @@ COMPUTED_BUFFERS = (
     ".attn.bias",
     ".attn.masked_bias",
     ".rotary_emb.inv_freq",
-    # Name suffixes of Pythia's attention masks.
+    # Name suffixes of the attention masks in Pythia's checkpoints.
     ".attention.bias",
     ".attention.masked_bias",
 )
 
 
 class _Described(Protocol):
-    """Properties of a tensor that has not been read yet, such as a `StoredTensor`."""
+    """Interface of a tensor that has not been read from its file yet, such as a `StoredTensor`."""
 
     @property
     def kind(self) -> str: ...
@@ -69,27 +71,28 @@ class _Described(Protocol):
 _AnyTensor = TypeVar("_AnyTensor", bound=_Described)
 
 
-#: Name of the output head's parameter in the model.
+#: Name of the weight of the output head in firstlight's models.
 HEAD_WEIGHT = "lm_head.weight"
 
-#: Suffix of a tensor name that occurs only in files with stacked experts.
+#: Name suffix of a tensor that exists only in files with stacked experts.
 _STACKED = ".mlp.experts.gate_up_proj"
 
 
 def has_stacked_experts(names: Iterable[str]) -> bool:
-    """Return True if the tensor names come from files that store all experts of a layer in one
-    tensor, as the model does.
+    """Return True if the tensor names are from files that store all experts of a layer in a single
+    tensor, like firstlight's models do.
 
-    transformers 5 writes such files with `save_original_format=False`.
+    transformers 5 writes such files if `save_pretrained` is called with
+    `save_original_format=False`.
     """
     return any(name.endswith(_STACKED) for name in names)
 
 
 def count_tensors(stored: Mapping[str, _Described]) -> int:
-    """Return the number of tensors in a model's files. Each expert of a stack is counted
-    separately.
+    """Return the number of tensors in the files of a model. Each expert in a stack of experts
+    counts as a separate tensor.
     """
-    # Ignore empty tensors, because a damaged header could specify any number of experts for them.
+    # Ignore empty tensors. In a damaged file, they could have any number of experts.
     return sum(
         t.shape[0] if ".experts." in n and len(t.shape) == 3 else 1
         for n, t in stored.items()
@@ -98,15 +101,16 @@ def count_tensors(stored: Mapping[str, _Described]) -> int:
 
 
 def file_tensors(model: Model, *, stacked: bool = False) -> dict[str, Tensor]:
-    """Return the tensors that a model's file contains, keyed by their names in the file.
+    """Return the tensors that are stored in the file of a model, keyed by their names in the file.
 
-    The tensors are views of the model's parameters. A tied head and the padding rows of the
-    vocabulary are omitted.
+    The tensors are views of the model's parameters. A tied output head is omitted, and so are rows
+    that pad the vocabulary.
 
     Args:
         model: the model.
-        stacked: True to keep all experts of a layer in one tensor of shape [E, ...]; False to
-            return a view of each expert's matrices under its name in the family's files.
+        stacked: True to return all experts of a layer as one tensor of shape [E, ...], where E is
+            the number of experts. False to return a separate view of each expert's matrices, under
+            the name that it has in the original files of the model family.
     """
     config = model.config
     tensors: dict[str, Tensor] = {}
@@ -120,11 +124,13 @@ def file_tensors(model: Model, *, stacked: bool = False) -> dict[str, Tensor]:
 
 
 def one_by_one(tensors: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
-    """Split stacked experts into views of each expert's matrices. Return all tensors, keyed by the
-    names in the family's files.
+    """Split stacked experts into views of each expert's matrices.
 
-    Stacks have the shape [E, 2F, C] for the gate and up matrices and [E, C, F] for the down
-    matrices. The shape letters are explained in `models/moe.py`.
+    A stack of gate and up matrices has the shape [E, 2F, C], and a stack of down matrices has the
+    shape [E, C, F]. E is the number of experts, F is the MLP size, and C is the hidden size.
+
+    Returns:
+        All tensors, keyed by the names that they have in the original files of the model family.
     """
     found: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
@@ -136,8 +142,8 @@ def one_by_one(tensors: Mapping[str, Tensor], config: ModelConfig) -> dict[str, 
 
 
 def file_name(model: Model, name: str) -> str:
-    """Return the name that the parameter `name` has in a model's file. The parameter must not
-    belong to an expert.
+    """Return the name under which the parameter `name` is stored in the file of a model. The
+    parameter must not belong to an expert.
     """
     return model.head_file_name if name == HEAD_WEIGHT else name
 
@@ -173,10 +179,10 @@ def load_weights(
     """Load the weights of a model folder into a model on the meta device.
 
     Args:
-        model: the model, whose parameters are allocated on `device`.
+        model: the model. Its parameters are allocated on `device`.
         folder: a folder with one safetensors file, or several with an index.
         device: device on which to allocate the parameters.
-        dtype: dtype of the parameters; None uses the dtype that the embedding has in the file.
+        dtype: dtype of the parameters. None to use the dtype of the embedding in the file.
         mode: loading mode, as described in the docstring of this module.
 
     Returns:
@@ -184,8 +190,8 @@ def load_weights(
 
     Raises:
         ModelError: a file is missing or damaged; a tensor is missing, unexpected, not floating
-            point or has the wrong shape; or a tied head differs from the embedding. The message
-            names the file or tensor.
+            point or has the wrong shape; or the weight of a tied output head differs from the
+            embedding. The message names the file or tensor.
     """
     stored = fitting_tensors(model, folder)
     dtype = dtype or stored[embedding_name(model)].dtype
@@ -197,8 +203,8 @@ def load_weights(
 
 
 def fitting_tensors(model: Model, folder: Path) -> dict[str, AnyStored]:
-    """Return the tensors of a model folder, keyed by the names that `file_tensors` uses. If the
-    files store stacked experts, they stay stacked.
+    """Return the tensors of a model folder, keyed by the names that `file_tensors` uses. Experts
+    that are stacked in the files are returned as stacks.
 
     Args:
         model: a model built from that folder's config, on any device.
@@ -216,8 +222,13 @@ def fitting_tensors(model: Model, folder: Path) -> dict[str, AnyStored]:
 def require_fit(
     model: Model, folder: Path, stored: Mapping[str, _AnyTensor]
 ) -> dict[str, _AnyTensor]:
-    """Check tensors against a model in the same way as `fitting_tensors`, and return those that
-    belong to the model. `stored` contains all tensors in the folder's files, keyed by name.
+    """Check that the tensors of a folder match a model, and return the tensors that belong to the
+    model.
+
+    Args:
+        model: the model, on any device.
+        folder: the folder, for messages.
+        stored: all tensors in the files of the folder, keyed by name.
 
     Raises:
         ModelError: the tensors do not match the model; see `load_weights`.
@@ -226,10 +237,10 @@ def require_fit(
     prefix, _, short = embedding_name(model).partition(".")
     head_name = model.head_file_name
     heads = (HEAD_WEIGHT, head_name)
-    # If a base model was saved without its head, its tensor names lack the prefix.
+    # If a model was saved without its output head, its tensor names do not have the prefix.
     if short in stored:
         stored = {n if n in heads else f"{prefix}.{n}": tensor for n, tensor in stored.items()}
-    if HEAD_WEIGHT in stored:  # Name of the head in transformers 5, for all families.
+    if HEAD_WEIGHT in stored:  # Transformers 5 uses this name for all families.
         stored = {head_name if n == HEAD_WEIGHT else n: tensor for n, tensor in stored.items()}
     stored = {n: t for n, t in stored.items() if n in expected or not n.endswith(COMPUTED_BUFFERS)}
     left_out = model.config.family.left_out
@@ -245,7 +256,7 @@ def require_fit(
         shapes[head_name] = shapes[embedding]
     require_tensors(str(folder), shapes, {name: t.shape for name, t in stored.items()})
     if quantised:
-        # Quantised weights are not supported. They would be useless without their scales.
+        # Reject quantised weights, because they can't be used without their scales.
         raise ModelError(
             f"{folder} has quantised tensors ({first_names(quantised)}): use the unquantised model"
         )
@@ -259,7 +270,9 @@ def require_fit(
 
 
 def first_names(names: Sequence[str]) -> str:
-    """Format `names` for a message: the first three, followed by the number of remaining names."""
+    """Format names for a message. The result contains the first three names and the number of
+    remaining names.
+    """
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     return f"{', '.join(names[:3])}{more}"
 
@@ -274,8 +287,8 @@ def require_tensors(
         expected, given: shapes, keyed by tensor name.
 
     Raises:
-        ModelError: a tensor is missing, unexpected or has the wrong shape; the message names up to
-            three.
+        ModelError: a tensor is missing, unexpected or has the wrong shape. The message names up to
+            three such tensors.
     """
     wrong = [
         f"{name} is {list(given[name])}, expected {list(shape)}"
@@ -311,7 +324,7 @@ def _load_sequentially(
 
 
 def _saved_buffers(model: Model) -> list[tuple[str, Tensor]]:
-    """Return the names and values of the buffers that are saved in a model's files."""
+    """Return the names and values of the buffers that are saved in the files of a model."""
     saved = model.state_dict().keys()
     return [(name, buffer) for name, buffer in model.named_buffers() if name in saved]
 
@@ -319,7 +332,7 @@ def _saved_buffers(model: Model) -> list[tuple[str, Tensor]]:
 def _load_mapped(
     model: Model, stored: Mapping[str, AnyStored], device: torch.device
 ) -> tuple[FileState, ...]:
-    # Packed tensors are unpacked into memory, so later changes to the file don't affect them.
+    # MXFP4 tensors are unpacked into memory, so later changes to the file do not affect them.
     plain = [tensor for tensor in stored.values() if isinstance(tensor, StoredTensor)]
     files = tuple({tensor.file for tensor in plain})
     mapped = open_tensors(stored)
@@ -334,8 +347,8 @@ def _load_mapped(
         ):
             whole[name] = tensor
         else:
-            # Stacked experts, padded vocabularies, other dtypes and other devices need separate
-            # memory.
+            # Memory-mapped parameters can't be used if experts must be stacked, if the vocabulary
+            # is padded, or if the dtype or device differs.
             whole[name] = torch.zeros_like(parameter, device=device)
     model.load_state_dict(whole, strict=False, assign=True)
     model.finish_loading()
@@ -381,7 +394,8 @@ LOADING_MODES = tuple(_MODES)
 
 
 def fill(model: Model, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> None:
-    """Allocate a model on the meta device in CPU memory, and copy tensors into it.
+    """Allocate CPU memory for a model that is on the meta device, and copy tensors into its
+    parameters.
 
     Args:
         model: the model, modified in place.
@@ -395,9 +409,7 @@ def fill(model: Model, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> Non
 
 
 def weights_to_save(model: Model) -> dict[str, Tensor]:
-    """Return the tensors to store in a model's `model.safetensors`. They are contiguous and on the
-    CPU.
-    """
+    """Return the tensors to save in `model.safetensors`. They are contiguous and on the CPU."""
     return {
         name: tensor.detach().cpu().contiguous() for name, tensor in file_tensors(model).items()
     }
@@ -410,7 +422,7 @@ def nonfinite_tensor(tensors: Iterable[tuple[str, Tensor]]) -> str | None:
 
 
 def is_finite(tensor: Tensor) -> bool:
-    """Return True if all elements of a tensor are finite. The tensor can have any shape."""
+    """Return True if all elements of a tensor of any shape are finite."""
     if not tensor.is_floating_point() or not tensor.numel():
         return True
     if tensor.itemsize == 1:  # torch does not support `aminmax` for fp8.
@@ -428,7 +440,7 @@ def stored_values(stored: Mapping[str, AnyStored]) -> Iterator[tuple[str, Tensor
         yield name, tensor.read()
 
 
-# Adding rows for new tokens to an existing model
+# Changing the vocabulary size of an existing model
 
 
 @torch.no_grad()
@@ -440,25 +452,26 @@ def grow_vocabulary(
     copied_from: int | None = None,
     vocab_multiple: int = 1,
 ) -> None:
-    """Add rows for new tokens, with ids from `tokens_before` to `tokens_now` - 1, to the embedding
-    and the head.
+    """Resize the embedding and the output head for new tokens, whose ids are `tokens_before` to
+    `tokens_now` - 1.
 
     The rows of a new token are the mean of the old tokens' rows, or a copy of one old token's rows.
-    With the mean (Hewitt 2021), a new token is about as likely as the average token and takes
-    little probability from the other tokens.
+    With the mean (Hewitt 2021), the model considers a new token about as likely as the average
+    token, so the new tokens take little probability from the others.
 
-    The old rows do not change. Their logits differ only by rounding, because the matrix product has
-    a different size. At most sizes, they do not differ at all; the largest observed difference is
-    2e-8. A tied head stays tied.
+    The rows of the old tokens do not change. Because the matrix product has a different size, the
+    logits of the old tokens can differ by rounding errors. For most sizes, they do not differ at
+    all. The largest observed difference is 2e-8. A tied output head stays tied.
 
     Args:
-        model: the model. It is modified in place, as is its `config`. If the model already has rows
-            beyond `tokens_before`, as in padded vocabularies, the rows of new tokens are
+        model: the model. It is modified in place, as is its `config`. If its embedding already has
+            rows for the ids of the new tokens, as with a padded vocabulary, these rows are
             overwritten.
         tokens_before: number of token ids in the old tokenizer.
         tokens_now: number of token ids in the new tokenizer.
-        copied_from: id of the old token whose rows are copied; None uses the mean.
-        vocab_multiple: number to a multiple of which the embedding's rows are padded.
+        copied_from: id of the old token whose rows are copied. None to use the mean of the old
+            tokens' rows.
+        vocab_multiple: the number of rows of the embedding is padded to a multiple of this number.
     """
     assert tokens_before <= model.config.vocab_size
     assert copied_from is None or copied_from < tokens_before
@@ -481,12 +494,12 @@ def grow_vocabulary(
 
 @torch.no_grad()
 def cut_vocabulary(model: Model, tokens: int, *, vocab_multiple: int = 1) -> None:
-    """Remove the rows of token id `tokens` and of all higher ids from the embedding and the head.
+    """Shrink the embedding and the output head to the first `tokens` token ids.
 
     Args:
         model: the model. It is modified in place, as is its `config`.
         tokens: number of tokens to keep.
-        vocab_multiple: number to a multiple of which the embedding's rows are padded.
+        vocab_multiple: the number of rows of the embedding is padded to a multiple of this number.
     """
     for name in (embedding_name(model), HEAD_WEIGHT):
         module = model.get_submodule(name.removesuffix(".weight"))

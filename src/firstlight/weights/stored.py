@@ -1,7 +1,7 @@
 """Read and write safetensors files.
 
-Tensors can be read directly into the parameters of a model. Experts stored in MXFP4 are unpacked to
-bf16.
+Tensors can be read directly into the parameters of a model. Experts that are stored in MXFP4 are
+unpacked to bf16.
 """
 
 from __future__ import annotations
@@ -50,26 +50,25 @@ FLOAT_FORMATS = {
 }
 
 #: Maximum number of tensors in a file. Each tensor takes 1.5 KB of memory while the header is read.
-#: Models have up to 100,000 tensors in all their files together.
+#: The largest models have 100,000 tensors in all of their files together.
 _MOST_TENSORS = 100_000
 #: Number of bytes that are read and converted at a time. Chunks of this size fit in the CPU's
 #: cache, even with several threads.
 _CHUNK_BYTES = 1 << 20
 #: Number of bytes that are read and converted at a time for a GPU. The chunk is larger than on the
-#: CPU, because the host waits for each copy. It is not much larger, because the GPU stores each
-#: thread's chunk twice during conversion.
+#: CPU, because the host waits for each copy. It is not much larger, because each thread keeps two
+#: copies of its chunk on the GPU during the conversion.
 _GPU_CHUNK_BYTES = 1 << 21
 
 
 @dataclass(frozen=True)
 class FileState:
-    """Identity and state of a file at a point in time.
+    """Identity and state of a file when it was last checked.
 
     Attributes:
         path: path of the file.
-        identity: device and inode of the file. If a different file is renamed to `path`, the
-            identity changes.
-        state: size of the file in bytes, and time of its last change in nanoseconds.
+        identity: device and inode of the file. They change if another file is moved to `path`.
+        state: size of the file in bytes, and time of its last modification in nanoseconds.
     """
 
     path: Path
@@ -78,7 +77,7 @@ class FileState:
 
     @classmethod
     def of(cls, path: Path, file: io.FileIO | None = None) -> FileState:
-        """Return the current state of `file`. If `file` is None, return the state of the file at
+        """Return the current state of the open file `file` or, if it is None, of the file at
         `path`.
         """
         found = os.stat(path) if file is None else os.fstat(file.fileno())
@@ -108,7 +107,7 @@ class StoredTensor:
     Attributes:
         file: state of the file when its header was read.
         name: name of the tensor in the file.
-        kind: dtype of the tensor, under its safetensors name, such as F32 or BF16.
+        kind: name that safetensors uses for the dtype of the tensor, such as F32 or BF16.
         shape: shape of the tensor.
         offset: position of the tensor's first byte in the file.
     """
@@ -126,7 +125,7 @@ class StoredTensor:
 
     @property
     def dtype(self) -> torch.dtype:
-        """torch dtype for `kind`. It is one of `FLOAT_FORMATS`, or uint8."""
+        """The torch dtype of the tensor, which is uint8 or one of the dtypes in `FLOAT_FORMATS`."""
         return torch.uint8 if self.kind == "U8" else FLOAT_FORMATS[self.kind]
 
     def read_into(self, target: Tensor) -> None:
@@ -160,10 +159,11 @@ class StoredTensor:
         return result
 
     def has_values_of(self, other: StoredTensor) -> bool:
-        """Return True if all values of `other` are equal to this tensor's values. `other` must have
-        the same shape, but can have any dtype. NaN is considered equal to NaN.
+        """Return True if all values of this tensor are equal to those of `other`, which must have
+        the same shape but can have any dtype. NaN is considered equal to NaN.
         """
-        # Use chunks with the same number of elements for both tensors, even if their dtypes differ.
+        # Use chunks with the same number of elements for the two tensors, even if their dtypes
+        # differ.
         count = _CHUNK_BYTES // 8
         pairs = zip(
             self._parts(count * self.dtype.itemsize),
@@ -177,16 +177,16 @@ class StoredTensor:
 
     @classmethod
     def mean(cls, tensors: Sequence[StoredTensor]) -> Tensor:
-        """Return the mean of several tensors of the same shape, as an fp32 tensor on the CPU. The
-        sum is computed in fp64.
+        """Return the elementwise mean of several tensors of the same shape, as an fp32 tensor on
+        the CPU. The sum is accumulated in fp64.
 
         Raises:
             ModelError: a file can't be read, is shorter than its header specifies, or was replaced.
         """
         result = torch.empty(tensors[0].shape, dtype=torch.float32, device="cpu")
         flat, start = result.view(-1), 0
-        # Use chunks with the same number of elements for all tensors. They must be so small that
-        # the chunks of all tensors fit in the cache.
+        # Use chunks with the same number of elements for all tensors. The chunks must be small
+        # enough that one chunk of every tensor fits in the CPU's cache at the same time.
         count = _CHUNK_BYTES // 32
         for parts in zip(*(one._parts(count * one.dtype.itemsize) for one in tensors), strict=True):
             total = parts[0].double()
@@ -213,8 +213,8 @@ class StoredTensor:
             raise ModelError(f"{self.path} can't be read: {describe_os_error(error)}") from error
 
     def _parts(self, chunk_bytes: int) -> Iterator[Tensor]:
-        """Yield the values in order, in 1-D chunks of up to `chunk_bytes`. A chunk is valid only
-        until the next one is yielded, because all chunks share one buffer.
+        """Yield the values in order, in 1-D chunks of up to `chunk_bytes` bytes. All chunks share
+        one buffer, so a chunk is valid only until the next chunk is yielded.
         """
         count = torch.Size(self.shape).numel()
         size = max(1, min(count, chunk_bytes // self.dtype.itemsize))
@@ -226,7 +226,9 @@ class StoredTensor:
                 yield part
 
     def _fill(self, flat: Tensor, file: io.FileIO) -> None:
-        """Read the next values of the file into a 1-D CPU tensor that has the file's dtype."""
+        """Read the next values in the file into a 1-D CPU tensor, which must have the dtype of the
+        file.
+        """
         if not len(flat):
             return
         memory = flat.view(torch.uint8).numpy().data
@@ -243,7 +245,7 @@ def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
 
     Raises:
         ModelError: the folder contains no weights, a file is missing or damaged, or the index does
-            not match the files; the message names the file.
+            not match the files. The message names the file.
     """
     if (folder / WEIGHTS_NAME).is_file():
         return read_header(folder / WEIGHTS_NAME)
@@ -311,7 +313,8 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
             content = file.read(length)
             if (count := content.count(b"{")) > _MOST_TENSORS:
                 raise ModelError(f"{path} has {count:,} tensors: the limit is {_MOST_TENSORS:,}")
-            # safetensors checks the header and the file's length but does not expose offsets.
+            # safetensors checks the header and the length of the file, but it does not expose the
+            # offsets of the tensors.
             with safetensors.safe_open(path, framework="pt"):
                 header = json.loads(content, object_pairs_hook=unique_keys)
     except FileNotFoundError:
@@ -345,8 +348,8 @@ def has_pickled_weights(folder: Path) -> bool:
 
 
 def _repository_of(folder: Path) -> str | None:
-    """Return the name OWNER/NAME of the hub model whose snapshot in huggingface_hub's cache is this
-    folder. Return None for any other folder.
+    """Return the hub id OWNER/NAME of a model in huggingface_hub's cache, given the folder of its
+    snapshot. Return None for any other folder.
     """
     found = re.fullmatch(r"models--(.+?)--(.+)", folder.parent.parent.name)
     return f"{found[1]}/{found[2]}" if found and folder.parent.name == "snapshots" else None
@@ -372,7 +375,8 @@ def _no_weights(folder: Path) -> ModelError:
 
 
 def _read_index(folder: Path, index_name: str) -> dict[str, str]:
-    """Read an index. Return the file name for each tensor.
+    """Read the index of a model with several weight files. Return the name of each tensor's file,
+    keyed by tensor name.
 
     Raises:
         ModelError: the index is damaged, or names a file outside its folder.
@@ -421,8 +425,8 @@ def save_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
 def save_weights(
     tensors: Mapping[str, Tensor], folder: Path, max_shard_bytes: int = 5 * 10**9
 ) -> None:
-    """Write the weights of a model folder. If the tensors take more than `max_shard_bytes`, they
-    are split into several files with an index.
+    """Write the weights of a model to a folder. If the tensors take more than `max_shard_bytes`
+    bytes, they are split into several files, and an index is written.
 
     Raises:
         StorageError: a file can't be written.
@@ -452,9 +456,9 @@ def save_weights(
 
 # Experts in MXFP4
 
-#: Name suffixes of the two tensors of a stack, which contain its packed numbers and its scales.
+#: Name suffixes of the two tensors in which a stack is stored: its packed numbers and its scales.
 _BLOCKS, _SCALES = "_blocks", "_scales"
-#: Size of a block in bytes. A block contains 32 numbers of 4 bits each.
+#: Size in bytes of a block, which contains 32 numbers of 4 bits each.
 _BLOCK_BYTES = 16
 
 #: The non-negative E2M1 numbers, in order of their codes 0 to 7. Bit 3 of a code is the sign.
@@ -465,20 +469,22 @@ _VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 class PackedTensor:
     """A stack of matrices stored in MXFP4, with the methods of `StoredTensor`.
 
-    In MXFP4, each block of 32 4-bit numbers (E2M1) shares an 8-bit scale (E8M0). Source: Open
-    Compute Project 2023, "OCP Microscaling Formats (MX) Specification", version 1.0.
+    In MXFP4, each block of 32 numbers shares a scale. The numbers have 4 bits (E2M1) and the scale
+    has 8 bits (E8M0). Source: Open Compute Project 2023, "OCP Microscaling Formats (MX)
+    Specification", version 1.0.
 
-    The files of gpt-oss store a stack `NAME` of the experts' matrices as two uint8 tensors. In the
-    model, the stack has shape [E, in, out]. The two tensors are:
+    In the model, the matrices of all E experts form a stack `NAME` of shape [E, in, out]. The files
+    of gpt-oss store this stack as two uint8 tensors:
 
         NAME_blocks   [E, out, in / 32, 16]: two numbers per byte, the first in the low four bits
         NAME_scales   [E, out, in / 32]: exponents of the scales, plus 127
 
-    MXFP4 is never written, because its numbers are too coarse for the small updates of training.
+    Weights are never saved in MXFP4, because the format is too coarse for the small weight updates
+    of training.
 
     Attributes:
-        blocks: the packed numbers, uint8 of shape [E, out, in / 32, 16].
-        scales: exponents of the blocks' scales, plus 127, uint8 of shape [E, out, in / 32].
+        blocks: the packed numbers, a uint8 tensor of shape [E, out, in / 32, 16].
+        scales: the exponents of the scales, plus 127, a uint8 tensor of shape [E, out, in / 32].
     """
 
     blocks: StoredTensor
@@ -486,7 +492,7 @@ class PackedTensor:
 
     @property
     def kind(self) -> str:
-        """Safetensors name of the dtype after unpacking."""
+        """Name that safetensors uses for the dtype of the unpacked tensor."""
         return "BF16"
 
     @property
@@ -501,7 +507,9 @@ class PackedTensor:
         return experts, blocks * 2 * count, rows
 
     def has_values_of(self, other: object) -> bool:
-        """Return False. Only the head and the embedding are compared, and they are never packed."""
+        """Return False. This method is called only to compare the output head and the embedding,
+        which are never stored in MXFP4.
+        """
         return False
 
     def read_into(self, target: Tensor) -> None:
@@ -532,8 +540,8 @@ AnyStored = StoredTensor | PackedTensor
 
 
 def _matrix_of(stored: StoredTensor, expert: int) -> Tensor:
-    """Read the bytes of one expert in a stack of shape [E, ...]. Return a uint8 tensor of shape
-    [...].
+    """Read the bytes of a single expert in a stack of shape [E, ...]. Return them as a uint8 tensor
+    of shape [...].
     """
     shape = stored.shape[1:]
     place = stored.offset + expert * math.prod(shape)
@@ -541,29 +549,29 @@ def _matrix_of(stored: StoredTensor, expert: int) -> Tensor:
 
 
 def unpack_mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:
-    """Unpack MXFP4 blocks. Return bf16 values of shape [..., in].
+    """Unpack MXFP4 blocks to a bf16 tensor of shape [..., in].
 
     Args:
-        blocks: two E2M1 numbers per byte, the low four bits first, uint8 of shape [..., in / 32,
-            16].
-        scales: exponents of the blocks' scales, plus 127, uint8 of shape [..., in / 32].
+        blocks: the packed numbers, a uint8 tensor of shape [..., in / 32, 16]. Each byte contains
+            two E2M1 numbers, the first of them in the low four bits.
+        scales: the exponents of the scales, plus 127, a uint8 tensor of shape [..., in / 32].
     """
     values = torch.tensor(_VALUES, dtype=torch.bfloat16)
     values = torch.cat((values, -values))
     every = torch.arange(256)
-    # In this table, the two bf16 values of a byte form one int32, so a single lookup yields both of
-    # them.
+    # Each entry of this table contains the two bf16 values of a byte as one int32, so a single
+    # lookup returns both values.
     pairs = torch.stack((values[every & 15], values[every >> 4]), dim=1).view(torch.int32).flatten()
     numbers = pairs.index_select(0, blocks.flatten().int()).view(torch.bfloat16)
     numbers = numbers.view(*scales.shape, -1)
-    # Use `ldexp` instead of multiplying by the scale. The largest scale, 2^128, overflows bf16, but
-    # its product with a small number may not.
+    # Use `ldexp` instead of multiplying by the scale. The largest scale, 2^128, overflows in bf16,
+    # but its product with a small number may be representable.
     return torch.ldexp(numbers, scales.int()[..., None] - 127, out=numbers).flatten(-2)
 
 
 def with_packed(stored: Mapping[str, StoredTensor]) -> dict[str, AnyStored]:
-    """Return the tensors of a folder. Each pair `NAME_blocks` and `NAME_scales` is combined into
-    one `PackedTensor` with the name NAME.
+    """Combine each pair of tensors `NAME_blocks` and `NAME_scales` into a `PackedTensor` with the
+    name NAME. Return all tensors of the folder, keyed by name.
 
     Raises:
         ModelError: the shapes or dtypes of a pair do not match. The message names the pair.
@@ -589,8 +597,8 @@ def with_packed(stored: Mapping[str, StoredTensor]) -> dict[str, AnyStored]:
 
 
 def open_tensors(stored: Mapping[str, AnyStored]) -> dict[str, Tensor]:
-    """Open tensors, and return them with the same keys as `stored`. Packed tensors are unpacked
-    into memory; all others are memory-mapped.
+    """Open tensors, and return them with the same keys as `stored`. MXFP4 tensors are unpacked into
+    memory, and all other tensors are memory-mapped.
 
     Raises:
         ModelError: a file can't be read, or was replaced after its header was read.

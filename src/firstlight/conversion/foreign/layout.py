@@ -1,9 +1,9 @@
-"""Describe the tensor names, tensor shapes and settings of other programs' models. All readers in
-this package share this code.
+"""Classes that describe the tensor names, tensor shapes and settings of models from other programs.
+They are used by all readers in this package.
 
-A layout maps the name of each Hugging Face tensor to the names of the program's tensors from which
-it is built. In these names, "{}" stands for the layer number. The shapes of the Hugging Face
-tensors are written with these letters:
+A layout maps the name of each Hugging Face tensor to the names of the tensors in the program's
+checkpoint from which it is built. In all names, "{}" stands for the layer number. The shapes of the
+Hugging Face tensors are written with these letters:
 
     V  vocabulary    P  positions    C  hidden size    F  MLP size    D  head dimension
     Q  query heads x head dimension    K  kv heads x head dimension
@@ -20,8 +20,8 @@ from torch import Tensor
 
 from firstlight.errors import ModelError
 
-#: Shape of the weight, and shape of the bias or "" if there is none, for each module of Hugging
-#: Face's GPT-2.
+#: Shapes of the weight and the bias of each module of Hugging Face's GPT-2. The shape of the bias
+#: is "" if the module has no bias.
 GPT2_MODULES = {
     "transformer.wte": ("V C", ""),
     "transformer.wpe": ("P C", ""),
@@ -56,8 +56,8 @@ GPT2_SHAPES = {
     if shape
 }
 _LLAMA_SHAPES = {f"{module}.weight": shape for module, shape in LLAMA_MODULES.items()}
-#: For each family, the Hugging Face tensor and dimension from which the size of each letter is
-#: read.
+#: For each model family and each letter used in shapes, the Hugging Face tensor and the dimension
+#: of this tensor from which the size is read.
 SIZES = {
     "gpt2": {
         "V": ("transformer.wte.weight", 0),
@@ -73,8 +73,8 @@ SIZES = {
     },
 }
 SIZES["nanochat"] = SIZES["llama"] | {"F": ("model.layers.{}.mlp.fc1.weight", 0)}
-#: Weights that Hugging Face's and OpenAI's GPT-2 store as [in, out]. Other programs' GPTs use
-#: `nn.Linear`, which stores [out, in].
+#: Weights that Hugging Face's and OpenAI's GPT-2 store as [in, out]. The GPT models of all other
+#: programs use `nn.Linear`, whose weights have the shape [out, in].
 TRANSPOSED = frozenset(
     f"transformer.h.{{}}.{name}.weight"
     for name in ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")
@@ -83,22 +83,23 @@ TRANSPOSED = frozenset(
 
 @dataclass(frozen=True)
 class Layout:
-    """Names and shapes of the tensors in a program's model.
+    """Names and shapes of the tensors in a checkpoint of another program.
 
     Attributes:
         program: name of the program.
-        kind: Hugging Face family whose tensor names are used: "gpt2", "nanochat" or "llama" (also
-            for Mistral, Qwen2 and Qwen3, which use Llama's names).
-        mark: suffix of a tensor name by which the layout is recognised.
-        names: for each Hugging Face tensor, the program's tensors from which it is built. If there
-            are several, they are stacked along the output dimension.
+        kind: Hugging Face model family that defines the names of the converted tensors: "gpt2",
+            "nanochat" or "llama". Mistral, Qwen2 and Qwen3 use the names of Llama.
+        mark: suffix of a tensor name that occurs only in checkpoints with this layout.
+        names: names of the checkpoint's tensors from which each Hugging Face tensor is built, keyed
+            by Hugging Face name. If there are several, they are stacked along the output dimension.
         shapes: shapes of the Hugging Face tensors, written with the letters listed in the module's
             docstring.
-        optional: Hugging Face names of optional biases. A file contains either all or none of them.
-        rotates_pairs: True if the rotary embedding rotates rows (2i, 2i + 1) of a head as a pair,
-            False if it rotates rows (i, i + D/2), as in Hugging Face.
-        is_transposed: True if the weights in `TRANSPOSED` are stored as [out, in], unlike in
-            Hugging Face.
+        optional: Hugging Face names of optional biases. A checkpoint contains either all of them or
+            none of them.
+        rotates_pairs: True if RoPE rotates rows (2i, 2i + 1) of a head as a pair. False if it
+            rotates rows (i, i + D/2) as a pair, like Hugging Face does.
+        is_transposed: True if the weights listed in `TRANSPOSED` have the shape [out, in] in the
+            checkpoint. In Hugging Face's GPT-2, they have the shape [in, out].
     """
 
     program: str
@@ -119,12 +120,12 @@ def llama_layout(
     norm: str = "weight",
     rotates_pairs: bool = False,
 ) -> Layout:
-    """Return the layout of a program's Llama.
+    """Return the layout of a Llama model in the checkpoints of a program.
 
     Args:
         program, mark, rotates_pairs: see `Layout`.
-        names: the program's module for each of `LLAMA_MODULES`.
-        norm: the program's name for the weight of a norm.
+        names: the program's module names, keyed by the names in `LLAMA_MODULES`.
+        norm: name that the program uses for the weight of a norm.
     """
     return Layout(
         program=program,
@@ -144,7 +145,7 @@ class Shape:
     """Shape of a model, determined from its tensors.
 
     Attributes:
-        sizes: dimension sizes, keyed by shape letter.
+        sizes: sizes of the dimensions, keyed by the letters listed in the module's docstring.
         layers: number of layers.
         tied: True if the output head shares its weight with the embedding.
         qkv_bias: True if a GPT model's query, key and value projections have biases.
@@ -158,20 +159,20 @@ class Shape:
 
 @dataclass(frozen=True)
 class Settings:
-    """Settings of another program's model.
+    """Settings of a model from another program.
 
     Attributes:
-        found: settings that are read from the files or fixed in the program's code. The keys are
-            those of a Hugging Face config.json.
-        assumed: default values from the program's code, with the same keys. The caller can override
-            them.
-        notes: messages to the user about assumed settings, keyed by setting.
-        choices: the values that the program's code supports for a setting, keyed by setting.
-        model_args: settings, keyed by the program's own names. For a GPT, they are checked against
-            the tensors.
-        where: source of `model_args`, for messages.
-        sines: table of sines of shape [positions, head dimension], which older Llama checkpoints of
-            LLMs-from-scratch contain; None if there is no table.
+        found: settings that are specified in the files or hard-coded in the program, under the keys
+            of a Hugging Face config.json.
+        assumed: default values that the program uses for settings missing from the files, under the
+            same keys. The caller can override them.
+        notes: messages to the user about the settings in `assumed`, keyed by setting.
+        choices: values that the program supports, keyed by setting.
+        model_args: settings under the names that the program uses. For a GPT, they are compared
+            with the shapes of the tensors.
+        where: description of where `model_args` was read, for messages.
+        sines: table of RoPE sines of shape [positions, head dimension], which older Llama
+            checkpoints of LLMs-from-scratch contain. None if there is no table.
     """
 
     found: Mapping[str, Any] = field(default_factory=dict)
@@ -185,13 +186,14 @@ class Settings:
 
 @dataclass(frozen=True)
 class Opened:
-    """A model of another program, as it is stored in that program's files.
+    """Content of a checkpoint of another program.
 
     Attributes:
-        layout: names and shapes of the program's tensors.
-        weights: tensors, keyed by the program's names. A tied head is included under both names.
-        settings: settings from the files, and settings fixed or assumed by the program's code.
-        left_out: keys of the file's optimizer states, which are not converted.
+        layout: names and shapes of the tensors.
+        weights: tensors, keyed by the names that the program uses. A tied weight is included under
+            both the name of the embedding and the name of the output head.
+        settings: settings of the model.
+        left_out: keys of the optimizer states in the checkpoint. They are not converted.
     """
 
     layout: Layout
@@ -201,20 +203,22 @@ class Opened:
 
 
 def without_buffers(weights: Mapping[str, Any]) -> dict[str, Any]:
-    """Remove attention masks and rotary tables, which are not weights."""
+    """Remove attention masks and RoPE tables, which are not weights."""
     buffers = (".attn.bias", ".att.mask", ".att.cos", ".att.sin", "rope.freqs")
     return {name: value for name, value in weights.items() if not name.endswith(buffers)}
 
 
 def tie(weights: dict[str, Any]) -> None:
-    """Use the embedding as the output head if a model of Meta or torchtune has no separate head."""
+    """Add the embedding under the name of the output head if a checkpoint of Meta or torchtune has
+    no separate output head.
+    """
     if "tok_embeddings.weight" in weights:
         weights.setdefault("output.weight", weights["tok_embeddings.weight"])
 
 
 def optimizer_states(content: Mapping[str, Any]) -> list[str]:
-    """Return the keys of a checkpoint's optimizer states. A bare state_dict does not contain any,
-    because its values are tensors.
+    """Return the keys of the optimizer states in a checkpoint. A bare state_dict has no optimizer
+    states, because all of its values are tensors.
     """
     return [
         key for key, value in content.items() if "optim" in str(key) and isinstance(value, Mapping)
@@ -222,15 +226,15 @@ def optimizer_states(content: Mapping[str, Any]) -> list[str]:
 
 
 def is_number(value: Any) -> bool:
-    """Return True for integers, floats and booleans. Booleans are included because they are numbers
-    in Python and some keys have boolean values.
+    """Return True if a value is an integer, a float or a boolean. Booleans are accepted because
+    some settings are boolean.
     """
     return isinstance(value, (int, float))
 
 
 def require_range(path: Path, values: Mapping[Any, Any]) -> None:
-    """Reject NaN, infinity and numbers of 2^63 or more. They are never valid settings, and very
-    large integers can't be converted to floats or printed.
+    """Reject NaN, infinity and numbers of at least 2^63. Such numbers are never valid settings, and
+    Python can't convert very large integers to floats or print them.
     """
     for key, value in values.items():
         if isinstance(key, str) and is_number(value) and not abs(value) < 2**63:

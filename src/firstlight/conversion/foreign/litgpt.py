@@ -1,5 +1,7 @@
-"""Read Llama-like models of litgpt (Lightning-AI/litgpt `litgpt/model.py`). A model is a folder
-with `lit_model.pth` and `model_config.yaml`.
+"""Read Llama-like models from litgpt.
+
+A model is a folder with `lit_model.pth` and `model_config.yaml`. Source: Lightning-AI/litgpt
+`litgpt/model.py`.
 """
 
 from __future__ import annotations
@@ -32,8 +34,8 @@ CONFIG = "model_config.yaml"
 #: Maximum size of model_config.yaml in bytes.
 _MAX_CONFIG_BYTES = 1_000_000
 
-#: For each module of Hugging Face's Llama, the corresponding module of litgpt. litgpt's fused
-#: matrix for queries, keys and values is split into [q], [k] and [v] when a file is opened.
+#: litgpt's module names, keyed by the module names of Hugging Face's Llama. The fused matrix for
+#: queries, keys and values is split into [q], [k] and [v] when the checkpoint is opened.
 _MODULES = {
     "model.embed_tokens": "transformer.wte",
     "model.layers.{}.input_layernorm": "transformer.h.{}.norm_1",
@@ -48,8 +50,8 @@ _MODULES = {
     "model.norm": "transformer.ln_f",
     "lm_head": "lm_head",
 }
-#: litgpt's additional tensors for Qwen2 (biases of queries, keys and values) and Qwen3 (norms of
-#: queries and keys).
+#: Additional tensors in litgpt's checkpoints. Qwen2 has biases for queries, keys and values, and
+#: Qwen3 has norms for queries and keys.
 _BIASES = {
     f"model.layers.{{}}.self_attn.{x}_proj.bias": (f"transformer.h.{{}}.attn.qkv[{x}].bias",)
     for x in "qkv"
@@ -59,7 +61,8 @@ _NORMS = {
     for x in "qk"
 }
 #: Keys of litgpt's model_config.yaml for which only certain values are supported. Each key is
-#: mapped to litgpt's default, which applies if the file lacks the key, and to the supported values.
+#: mapped to its default value in litgpt, which is used if the file does not contain the key, and to
+#: the supported values.
 _FIXED: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "norm_class_name": ("LayerNorm", ("RMSNorm",)),
     "mlp_class_name": ("GptNeoxMLP", ("LLaMAMLP",)),
@@ -86,7 +89,7 @@ _NEEDED = ("n_layer", "n_head", "n_embd", "intermediate_size", "block_size", "no
 
 
 def open_folder(folder: Path) -> Opened:
-    """Open a Llama-like model of litgpt, which consists of `lit_model.pth` and
+    """Open the folder of a Llama-like litgpt model, which contains `lit_model.pth` and
     `model_config.yaml`.
     """
     path, config_path = folder / FILE, folder / CONFIG
@@ -111,8 +114,8 @@ def open_folder(folder: Path) -> Opened:
 
 
 def _cut_qkv(path: Path, weights: Mapping[str, Any], rows: Sequence[int]) -> dict[str, Any]:
-    """Split litgpt's fused matrix `attn.qkv` into `attn.qkv[q]`, `attn.qkv[k]` and `attn.qkv[v]`.
-    `rows` contains the number of rows in each part.
+    """Split litgpt's fused matrix `attn.qkv` into three tensors `attn.qkv[q]`, `attn.qkv[k]` and
+    `attn.qkv[v]`. `rows` contains the number of rows for queries, keys and values.
     """
     cut: dict[str, Any] = {}
     for name, value in weights.items():
@@ -136,7 +139,7 @@ def _layout(*, qkv_bias: bool, qk_norm: bool) -> Layout:
     """Return the layout of a Llama-like litgpt model.
 
     Args:
-        qkv_bias: True if queries, keys and values have biases.
+        qkv_bias: True if the query, key and value projections have biases.
         qk_norm: True if queries and keys are normalised.
     """
     plain = llama_layout("litgpt", ".mlp.fc_1.weight", _MODULES)
@@ -151,10 +154,11 @@ def _layout(*, qkv_bias: bool, qk_norm: bool) -> Layout:
 
 
 def _settings(path: Path, values: Any) -> tuple[Settings, tuple[int, int, int]]:
-    """Return the settings of a Llama-like model of litgpt, read from model_config.yaml.
+    """Return the settings of a Llama-like litgpt model, which are read from model_config.yaml.
 
     Returns:
-        The settings, and the numbers of rows for queries, keys and values in litgpt's fused matrix.
+        A tuple of the settings and the numbers of rows for queries, keys and values in the fused
+        matrix `attn.qkv`.
 
     Raises:
         ModelError: a setting is missing or invalid, or the architecture is not supported.
@@ -207,7 +211,7 @@ def _settings(path: Path, values: Any) -> tuple[Settings, tuple[int, int, int]]:
 
 
 def _rope(path: Path, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert litgpt's settings to the `rope_parameters` of a Hugging Face config.json."""
+    """Convert litgpt's RoPE settings to the `rope_parameters` of a Hugging Face config.json."""
     theta = values.get("rope_base", 10_000)
     if not is_number(theta):
         raise ModelError(f"{path}: rope_base is not a number: copy the file again")

@@ -1,8 +1,8 @@
-"""Read GPTs and Llamas of LLMs-from-scratch (rasbt/LLMs-from-scratch), the code of the book "Build
-a Large Language Model (From Scratch)".
+"""Read GPT and Llama models from LLMs-from-scratch (rasbt/LLMs-from-scratch), which is the code for
+the book "Build a Large Language Model (From Scratch)".
 
-A checkpoint is a single file with the weights and, optionally, the optimizer state. The tensors
-have the names used in `pkg/llms_from_scratch/ch04.py`, `llama3.py` and `ch05/07_gpt_to_llama`.
+A checkpoint is a single file with the weights and, optionally, the optimizer state. The tensor
+names are those used in `pkg/llms_from_scratch/ch04.py`, `llama3.py` and `ch05/07_gpt_to_llama`.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from firstlight.conversion.foreign.layout import (
 )
 from firstlight.errors import ModelError
 
-#: Biases that the GPT has only if `qkv_bias` is set.
+#: Biases that exist only if the GPT model was created with `qkv_bias`.
 QKV_BIAS = frozenset({"transformer.h.{}.attn.c_attn.bias"})
 
-#: For each module of Hugging Face's GPT-2, the corresponding modules of `GPTModel`. If there are
-#: several, their weights are stacked along the output dimension.
+#: Module names of `GPTModel`, keyed by the module names of Hugging Face's GPT-2. If there are
+#: several for one key, their weights are stacked along the output dimension.
 _GPT = {
     "transformer.wte": ("tok_emb",),
     "transformer.wpe": ("pos_emb",),
@@ -55,8 +55,8 @@ _GPT_FAST = _GPT | {
 def _gpt_layout(
     mark: str, modules: Mapping[str, tuple[str, ...]], norm: Mapping[str, str]
 ) -> Layout:
-    """Return the layout of a GPT. `norm` maps "weight" and "bias" to the program's names for a
-    norm's two tensors.
+    """Return the layout of a GPT model. `norm` maps "weight" and "bias" to the names that the
+    program uses for the weight and the bias of a norm.
     """
     names = {}
     for module, (_, bias) in GPT2_MODULES.items():
@@ -68,8 +68,8 @@ def _gpt_layout(
 
 GPT_FAST = _gpt_layout(".att.qkv.weight", _GPT_FAST, {"weight": "weight", "bias": "bias"})
 GPT = _gpt_layout(".ff.layers.0.weight", _GPT, {"weight": "scale", "bias": "shift"})
-#: Layout of `Llama2Model`, `Llama3Model` and `Llama3ModelFast`. As in Hugging Face, the rotary
-#: embedding rotates rows (i, i + D/2) of a head as a pair.
+#: Layout of `Llama2Model`, `Llama3Model` and `Llama3ModelFast`. Like in Hugging Face, RoPE rotates
+#: rows (i, i + D/2) of a head as a pair.
 LLAMA = llama_layout(
     "LLMs-from-scratch",
     ".ff.fc1.weight",
@@ -91,9 +91,10 @@ LLAMA = llama_layout(
 
 
 def open_gpt(weights: Mapping[str, Any], layout: Layout) -> Opened:
-    """Open a GPT; `layout` is `GPT` or `GPT_FAST`.
+    """Open a GPT model. `layout` must be `GPT` or `GPT_FAST`.
 
-    The activation can be GELU or ReLU, because some readers of the book replace GELU with ReLU.
+    The activation function can be GELU or ReLU, because some readers of the book replace GELU with
+    ReLU.
     """
     settings = Settings(
         found={"layer_norm_epsilon": 1e-5},
@@ -104,11 +105,11 @@ def open_gpt(weights: Mapping[str, Any], layout: Layout) -> Opened:
 
 
 def open_llama(path: Path, weights: Mapping[str, Any]) -> Opened:
-    """Open a Llama. Older files contain rotary tables, which reveal the number of heads and the
-    context length.
+    """Open a Llama model. If the file contains RoPE tables, which older files do, the number of
+    heads and the context length are inferred from them.
 
     Raises:
-        ModelError: the tables have an impossible shape.
+        ModelError: the RoPE tables have an invalid shape.
     """
     found: dict[str, Any] = {"rms_norm_eps": 1e-5}
     sines, embedding = weights.get("trf_blocks.0.att.sin"), weights.get("tok_emb.weight")

@@ -1,5 +1,7 @@
-"""Read Meta's Llama (meta-llama/llama `llama/model.py`). A model is a folder with
-`consolidated.*.pth` and `params.json`.
+"""Read Llama models in Meta's original format.
+
+A model is a folder with `consolidated.*.pth` and `params.json`. Source: meta-llama/llama
+`llama/model.py`.
 """
 
 from __future__ import annotations
@@ -47,13 +49,14 @@ LAYOUT = llama_layout(
     },
     rotates_pairs=True,
 )
-#: Dimension along which each module's matrix is sharded across the files (tensor parallelism).
+#: Dimension along which the matrix of each module is sharded across the files, for tensor
+#: parallelism.
 _CUT = {
     **dict.fromkeys(("wq", "wk", "wv", "w1", "w3", "output"), 0),
     **dict.fromkeys(("wo", "w2"), 1),
 }
-#: Known keys of params.json. Some of them are settings of the model. The others do not affect the
-#: model, or affect only the shapes of its tensors.
+#: Known keys of params.json. Some of them are read as settings of the model. The others are
+#: ignored, because they do not affect the model or affect only the shapes of its tensors.
 _KEYS = {
     "dim",
     "n_layers",
@@ -73,19 +76,19 @@ _KEYS = {
 }
 #: Keys of params.json that must not be null because they have no default.
 _NOT_NULL = ("dim", "n_layers", "n_heads", "vocab_size")
-#: Hidden sizes of Llama 3.2's text models (1B and 3B). Their rotary scaling factor is 32, while
-#: that of Llama 3.1 is 8.
+#: Hidden sizes of the Llama 3.2 text models with 1B and 3B parameters. Their RoPE scaling factor is
+#: 32, while that of Llama 3.1 is 8.
 _LLAMA_3_2_WIDTHS = (2048, 3072)
 
 
 def files_in(folder: Path) -> list[Path]:
-    """Return Meta's `consolidated.*.pth` files in a folder, sorted by number."""
+    """Return the `consolidated.*.pth` files in a folder, sorted by number."""
     return sorted(path for path in folder.iterdir() if FILE.fullmatch(path.name))
 
 
 def open_folder(folder: Path) -> Opened:
-    """Open Meta's Llama, which consists of `params.json` and tensor-parallel shards in
-    `consolidated.*.pth`.
+    """Open the folder of a Llama model from Meta, which contains `params.json` and tensor-parallel
+    shards in `consolidated.*.pth`.
     """
     files = files_in(folder)
     missing = {f"consolidated.{i:02}.pth" for i in range(len(files))} - {f.name for f in files}
@@ -102,8 +105,8 @@ def open_folder(folder: Path) -> Opened:
 
 
 def _joined(files: Sequence[Path], shards: Sequence[Mapping[str, Tensor]]) -> dict[str, Any]:
-    """Join the shards in the files into full tensors. If there is only one file, its tensors are
-    returned unchanged.
+    """Concatenate the shards in the files to full tensors. If there is only one file, its tensors
+    are returned unchanged.
     """
     if len(shards) == 1:
         return dict(shards[0])
@@ -139,11 +142,11 @@ def _joined(files: Sequence[Path], shards: Sequence[Mapping[str, Tensor]]) -> di
 
 
 def _settings(path: Path, params: Any) -> Settings:
-    """Return the settings of Meta's Llama, from params.json.
+    """Return the settings of a Llama model from Meta, which are read from params.json.
 
-    The file does not contain the context length, which Meta's code fixes for each model. It is
-    inferred from the other settings so that it matches Hugging Face's config.json of the same
-    model.
+    params.json does not contain the context length, because Meta's code hard-codes it for each
+    model. The context length is therefore inferred from the other settings. It is the same as in
+    Hugging Face's config.json for the model.
 
     Raises:
         ModelError: a setting is missing or invalid, or belongs to a different architecture.
@@ -152,7 +155,7 @@ def _settings(path: Path, params: Any) -> Settings:
         raise ModelError(
             f"{path} lacks dim, n_layers or n_heads: it does not belong to a Llama model from Meta"
         )
-    # An unknown key that is disabled does not affect the model.
+    # An unknown feature that is disabled does not affect the model.
     unknown = [k for k, v in params.items() if k not in _KEYS and v not in (None, False)]
     if unknown:
         raise ModelError(f"{path} has {unknown[0]}: this kind of model is not supported")
@@ -177,8 +180,8 @@ def _settings(path: Path, params: Any) -> Settings:
             f"in Llama 3.{2 if usual == 32 else 1} (set rope_parameters in --config if that is "
             "wrong)."
         )
-    # Llama 3.1 and 3.2 scale the rotary frequencies. The rotary base is 500,000 in Llama 3,
-    # 1,000,000 in Code Llama and 10,000 in Llama 1 and 2. Llama 1 has a norm epsilon of 1e-6, which
+    # Llama 3.1 and 3.2 scale the RoPE frequencies. The RoPE base is 500,000 in Llama 3, 1,000,000
+    # in Code Llama and 10,000 in Llama 1 and 2. Llama 1 has a norm epsilon of 1e-6, which
     # distinguishes it from Llama 2.
     context = 131_072 if scaled else {5e5: 8192, 1e6: 16_384}.get(theta, 4096)
     if theta == 10_000.0 and params.get("norm_eps") == 1e-6:

@@ -1,17 +1,18 @@
-"""Read checkpoints of nanoGPT, nanochat, LLMs-from-scratch, OpenAI's GPT-2, Meta's Llama, litgpt
-and torchtune.
+"""Read checkpoints of nanoGPT, nanochat, LLMs-from-scratch, litgpt, torchtune, OpenAI's GPT-2 and
+Meta's Llama.
 
-The tensors are converted to Hugging Face's names and layout. Each program has a separate module
-that describes its tensor names, files and settings.
+The tensors are converted to the names and layouts that Hugging Face uses. The tensor names, files
+and settings of each program are described in a separate module.
 
 The config.json of the result combines the settings in the program's files, the caller's settings
-and the program's defaults. The caller's settings must not contradict the files. If neither the
-files nor the caller specify a setting, the program's default is used, and a note is added. If there
-is no default, the model is rejected with a message that asks for the setting.
+and the program's defaults. The caller's settings must not contradict the files. If a setting is
+specified neither in the files nor by the caller, the program's default value is used, and a note
+for the user is added. If there is no default value, an error is raised that asks the user for the
+setting.
 
-The names and shapes of its tensors do not fully determine a model. For example, a GPT of
-LLMs-from-scratch with sliding windows (`ch04/06_swa`) has the same tensors as a GPT without sliding
-windows.
+A model can't always be recognised by the names and shapes of its tensors. For example, the GPT with
+sliding-window attention in LLMs-from-scratch (`ch04/06_swa`) has the same tensors as the GPT with
+full attention.
 """
 
 from __future__ import annotations
@@ -56,8 +57,9 @@ from firstlight.weights.stored import INDEX_NAME, WEIGHTS_NAME
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
-#: Layouts of single files, tried in this order. `GPTModelFast` of LLMs-from-scratch also has the
-#: marker of `GPTModel` and therefore comes first.
+#: Layouts of checkpoints that are single files, in the order in which they are tried.
+#: `GPTModelFast` of LLMs-from-scratch must come before `GPTModel`, because its checkpoints also
+#: contain the tensor by which `GPTModel` is recognised.
 LAYOUTS = (
     nanogpt.LAYOUT,
     llms_from_scratch.GPT_FAST,
@@ -70,15 +72,15 @@ LAYOUTS = (
 
 @dataclass(frozen=True)
 class ForeignModel:
-    """A model of another program, converted to Hugging Face's names and config.
+    """A model from another program, with the names and the config that Hugging Face uses.
 
     Attributes:
-        config: config.json object of a GPT-2, nanochat or Llama-like model.
-        tensors: tensors, keyed by their names in model.safetensors, without a tied head. Tensors
-            whose values did not have to be rearranged are memory-mapped, so they change if the file
-            changes.
+        config: content of config.json for a GPT-2, nanochat or Llama-like model.
+        tensors: tensors, keyed by the names that they have in model.safetensors. A tied output head
+            is omitted. Tensors that can be used without rearranging their values are memory-mapped,
+            so they change if the file changes.
         program: name of the program.
-        notes: messages to the user, for example about settings that were assumed.
+        notes: messages to the user, for example about default values that were used.
     """
 
     config: dict[str, Any]
@@ -91,12 +93,12 @@ def read_foreign(path: Path, *, config: Mapping[str, Any] | None = None) -> Fore
     """Read a checkpoint of another program.
 
     Args:
-        path: a file of nanoGPT, LLMs-from-scratch or torchtune; or the folder or weights file of
-            OpenAI's GPT-2, Meta's Llama, litgpt or nanochat.
-        config: settings that the file lacks, as keys of a Hugging Face config.json. A GPT of
-            LLMs-from-scratch needs `n_head` unless its head dimension is 64. Llamas of
-            LLMs-from-scratch and torchtune need `num_attention_heads`, `max_position_embeddings`
-            and `rope_parameters`.
+        path: for nanoGPT, LLMs-from-scratch and torchtune, the checkpoint file. For OpenAI's GPT-2,
+            Meta's Llama, litgpt and nanochat, the folder or a weights file in it.
+        config: settings that are missing from the checkpoint, under the keys of a Hugging Face
+            config.json. For a GPT model from LLMs-from-scratch, `n_head` is required unless the
+            head dimension is 64. For Llama models from LLMs-from-scratch and torchtune,
+            `num_attention_heads`, `max_position_embeddings` and `rope_parameters` are required.
 
     Raises:
         InputError: a settings file can't be read.
@@ -110,7 +112,7 @@ def read_foreign(path: Path, *, config: Mapping[str, Any] | None = None) -> Fore
     _check_dtypes(path, weights)
     sizes = {**_sizes(path, weights, layout), "D": opened.settings.found.get("head_dim", 0)}
     _check_shapes(path, weights, sources, layout, sizes=sizes)
-    # The embedding is the first tensor of every layout.
+    # The embedding is the first tensor in every layout.
     (embedding,), (head,) = next(iter(sources.values())), sources["lm_head.weight"]
     a, b = weights[embedding], weights[head]
     tied = a.dtype == b.dtype and torch.equal(a, b)
@@ -140,13 +142,14 @@ def read_foreign(path: Path, *, config: Mapping[str, Any] | None = None) -> Fore
 
 
 def foreign_folder(path: Path) -> Path | None:
-    """Return the folder of a model that another program stores in several files, or None.
+    """Return the folder of a model that consists of several files of another program, or None.
 
     Args:
-        path: the folder or, for litgpt, Meta and OpenAI, its weights file.
+        path: the folder. For litgpt, Meta and OpenAI, it can also be a weights file in the folder.
 
     Returns:
-        The folder; None for any other file and for folders of Hugging Face or unknown programs.
+        The folder of the model. None if `path` is a different kind of file, a Hugging Face model
+        folder or the folder of an unknown program.
     """
     folder = path if path.is_dir() else path.parent
     is_named = path.name == litgpt.FILE or ".ckpt" in path.name
@@ -160,15 +163,15 @@ def foreign_folder(path: Path) -> Path | None:
         return folder
     if (folder / meta.CONFIG).is_file() and meta.files_in(folder):
         return folder
-    # Accept a folder without meta_STEP.json here, because the error that is raised later names the
-    # missing file.
+    # Accept a folder without meta_STEP.json here. The error that is raised later names the missing
+    # file.
     if path.is_dir() and nanochat.files_in(folder) and not (folder / CONFIG_NAME).is_file():
         return folder
     return folder if (folder / openai.CONFIG).is_file() and openai.bundles_in(folder) else None
 
 
 def _open(path: Path) -> Opened:
-    """Open another program's model.
+    """Open a checkpoint of another program.
 
     Raises:
         InputError: a settings file can't be read.
@@ -228,7 +231,7 @@ def _layout_of(path: Path, weights: Mapping[str, Any]) -> Layout:
 def _config(
     path: Path, opened: Opened, shape: Shape, config: Mapping[str, Any]
 ) -> tuple[dict[str, Any], list[str]]:
-    """Return the model's config.json, and notes about the assumed settings."""
+    """Return the content of the model's config.json, and notes about the default values used."""
     layout, settings = opened.layout, opened.settings
     given = given_config(path, config, layout.kind)
     if layout.kind != "gpt2":
@@ -238,8 +241,11 @@ def _config(
 
 
 def _turn_halves(tensors: dict[str, Tensor], head_dim: int) -> None:
-    """Reorder the rows of the query and key projections in `tensors`. In each head, the rotary
-    pairs change from rows (2i, 2i + 1) to rows (i, i + D/2), as in Hugging Face.
+    """Reorder the rows of the query and key projections in `tensors` for Hugging Face's version of
+    RoPE.
+
+    In the checkpoint, RoPE rotates rows (2i, 2i + 1) of a head as a pair. In Hugging Face, it
+    rotates rows (i, i + D/2), where D is the head dimension.
     """
     for name, tensor in tensors.items():
         if name.endswith(("q_proj.weight", "k_proj.weight")):
@@ -250,14 +256,15 @@ def _turn_halves(tensors: dict[str, Tensor], head_dim: int) -> None:
 def _sources(
     path: Path, weights: Mapping[str, Any], layout: Layout
 ) -> tuple[int, dict[str, tuple[str, ...]]]:
-    """Return the number of layers, and the names of the program's tensors from which each Hugging
-    Face tensor is built.
+    """Return the number of layers, and the names of the checkpoint's tensors from which each
+    Hugging Face tensor is built.
 
-    If a nanoGPT file lacks the optional biases, their lists of tensors are empty, which means that
-    the biases are set to zero. If an LLMs-from-scratch file lacks the optional biases of queries,
-    keys and values, these biases are omitted from the result.
+    nanoGPT checkpoints can lack the optional biases. The lists of tensors for these biases are then
+    empty, which means that the biases are set to zero. LLMs-from-scratch checkpoints can lack the
+    biases of the query, key and value projections. These biases are then omitted from the result.
     """
-    # Count the layers by the layer numbers in the tensor names ("h0/" in OpenAI's names).
+    # Determine the number of layers from the layer numbers in the tensor names. In OpenAI's names,
+    # they have the form "h0/".
     first = next(theirs for names in layout.names.values() for theirs in names if "{}" in theirs)
     number = re.compile(re.escape(first.partition("{}")[0]) + r"(\d+)[./]")
     layers = len({match[1] for name in weights if (match := number.match(name))})
@@ -279,9 +286,9 @@ def _sources(
 
 
 def _check_dtypes(path: Path, weights: Mapping[str, Any]) -> None:
-    """Reject weights that are not plain floating-point tensors, and tensors whose storage is
-    smaller than their shape requires. Quantised weights, for example, are useless without their
-    scales.
+    """Reject weights that are not plain floating-point tensors, such as quantised weights, which
+    are useless without their scales. Also reject tensors whose storage is smaller than their shape
+    requires.
     """
     others = [
         f"{name} is {str(value.dtype).removeprefix('torch.') if is_tensor else 'not a tensor'}"
@@ -294,8 +301,8 @@ def _check_dtypes(path: Path, weights: Mapping[str, Any]) -> None:
 
 
 def _sizes(path: Path, weights: Mapping[str, Tensor], layout: Layout) -> dict[str, int]:
-    """Return the size of each letter in the layout's shapes. The sizes are read from the tensors
-    listed in `SIZES`.
+    """Return the size of each letter that is used in the shapes of the layout. The sizes are read
+    from the tensors listed in `SIZES`.
     """
     sizes = {}
     for letter, (ours, dimension) in SIZES[layout.kind].items():
@@ -308,12 +315,14 @@ def _sizes(path: Path, weights: Mapping[str, Tensor], layout: Layout) -> dict[st
 
 
 def _shape_of(spec: str, sizes: Mapping[str, int]) -> list[int]:
-    """Return the shape described by `spec`: "C 3C" is [64, 192] if the size of C is 64."""
+    """Return the shape that `spec` describes. For example, "C 3C" is [64, 192] if the size of C is
+    64.
+    """
     return [int(part[:-1] or 1) * sizes[part[-1]] for part in spec.split()]
 
 
 def _template(name: str) -> str:
-    """Return a tensor's name in the form used in the layouts. For example,
+    """Replace the layer number in a tensor name with "{}". For example,
     `transformer.h.3.ln_1.weight` becomes `transformer.h.{}.ln_1.weight`.
     """
     return re.sub(r"\.\d+\.", ".{}.", name)
@@ -331,8 +340,8 @@ def _check_shapes(
     wrong = []
     for name, parts in sources.items():
         shape = _shape_of(layout.shapes[_template(name)], sizes)
-        # Convert the shape to the program's order, in which parts are stacked along the first
-        # dimension.
+        # Convert the shape to the order of dimensions that the program uses, in which the output
+        # dimension comes first. Tensors are stacked along this dimension.
         if layout.is_transposed and _template(name) in TRANSPOSED:
             shape.reverse()
         for part in parts:
@@ -343,7 +352,7 @@ def _check_shapes(
 
 
 def _refuse(path: Path, problem: str, names: list[str]) -> None:
-    """Raise a ModelError about the tensors in `names`, if there are any."""
+    """Raise a ModelError if `names` is not empty. The message lists the tensors in it."""
     if names:
         raise ModelError(f"{path} {problem}: {first_names(names)}")
 
@@ -356,8 +365,8 @@ def _convert(
     *,
     tied: bool,
 ) -> tuple[dict[str, Tensor], list[str]]:
-    """Return the tensors, keyed by Hugging Face name, and the names of the modules whose missing
-    biases were set to zero.
+    """Return the tensors, keyed by Hugging Face name, and the names of the modules whose biases
+    were missing and have been set to zero.
     """
     tensors, filled = {}, []
     for name, parts in sources.items():
@@ -378,7 +387,8 @@ def _convert(
 
 # The config.json
 
-#: Keys of a GPT-2 config.json, under both their common names and GPT-2's own names.
+#: Keys of config.json for GPT-2 models. They include the key names of most other models and the
+#: names that are specific to GPT-2.
 _GPT2_KEYS = {
     *GPT2Config.hf_names,
     *GPT2Config.hf_names.values(),
@@ -396,7 +406,7 @@ _LLAMA_KEYS = {
     "attention_dropout",
     "pretraining_tp",
 }
-#: Keys of a config.json that do not describe the architecture.
+#: Keys of config.json that do not describe the architecture.
 _OTHER_KEYS = {
     "model_type",
     "architectures",
@@ -410,14 +420,14 @@ _OTHER_KEYS = {
     "_name_or_path",
 }
 #: Special token ids for a model without a tokenizer. They are always written, because Hugging
-#: Face's config classes would otherwise assume the special tokens of the original models. If there
-#: is a tokenizer, its ids replace these values.
+#: Face's config classes use the special tokens of the original models by default. If there is a
+#: tokenizer, its ids replace these values.
 _NO_SPECIAL_TOKENS = {"bos_token_id": None, "eos_token_id": None}
 
 
 def given_config(path: Path, config: Mapping[str, Any], model_type: str) -> dict[str, Any]:
-    """Return the caller's config without null values. For a GPT-2, common key names are replaced
-    with GPT-2's own names.
+    """Return the caller's config without null values. For a GPT-2 model, key names that are common
+    to most models are replaced with the names in GPT-2's config.json.
 
     Raises:
         ModelError: a key is unknown.
@@ -445,9 +455,9 @@ def _merged(
 
     Args:
         path: the file, for messages.
-        assumed: the program's defaults.
+        assumed: default values of the program.
         given: the caller's settings.
-        found: settings from the file, which `given` must not contradict.
+        found: settings from the file. `given` must not contradict them.
 
     Raises:
         ModelError: `given` contradicts `found`.
@@ -472,13 +482,14 @@ def gpt2_config(
     given: dict[str, Any],
     settings: Settings,
 ) -> tuple[dict[str, Any], list[str]]:
-    """Return the config.json of a GPT-2, and notes about the settings that were assumed.
+    """Return the content of config.json for a GPT-2 model, and notes about default values that were
+    used.
 
     Args:
         path: the file, for messages.
         shape: shape of the model, determined from its tensors.
         given: the caller's settings.
-        settings: settings read from the program's files.
+        settings: settings from the files, and default values of the program.
 
     Raises:
         ModelError: two of `shape`, `given` and `settings` contradict each other, or the number of
@@ -529,14 +540,12 @@ def gpt2_config(
                 f"{' or '.join(map(repr, choices))}: correct {key} in the config"
             )
     checked = config_from_hf(config, f"{path}: config")
-    del config["qkv_bias"]  # `to_hf` adds this key only if there are no biases.
+    del config["qkv_bias"]  # `to_hf` writes this key only for models without biases.
     return {**config, **checked.to_hf()}, notes
 
 
 def _guess_heads(path: Path, width: int) -> int:
-    """Return the number of heads, assuming a head dimension of 64 as in all of OpenAI's GPT-2
-    models.
-    """
+    """Return the number of heads for a head dimension of 64, as in all GPT-2 models from OpenAI."""
     if width % 64:
         raise ModelError(
             f"{path} does not specify the number of heads, and its hidden size {width} is not a "
@@ -555,15 +564,16 @@ def _check_heads(path: Path, heads: Any, key: str, width: int) -> None:
 def llama_config(
     path: Path, shape: Shape, given: dict[str, Any], settings: Settings, program: str
 ) -> tuple[dict[str, Any], list[str]]:
-    """Return the config.json of a Llama-like or nanochat model, and notes about the settings that
-    were assumed.
+    """Return the content of config.json for a Llama-like or nanochat model, and notes about default
+    values that were used.
 
     Args:
         path, shape, given, settings: see `gpt2_config`.
         program: name of the program.
 
     Raises:
-        ModelError: the heads, context length or rotary base are unknown, or contradict the file.
+        ModelError: the number of heads, the context length or the RoPE base is unknown or
+            contradicts the file.
     """
     sizes = shape.sizes
     told = {
@@ -615,8 +625,8 @@ def llama_config(
 
 
 def _check_llama_is_complete(path: Path, config: Mapping[str, Any]) -> None:
-    """Raise an error for a config without heads, context length or rotary base, which have no safe
-    default.
+    """Raise an error if the config lacks the number of heads, the context length or the RoPE base.
+    There are no safe default values for these settings.
     """
     missing = [k for k in ("num_attention_heads", "max_position_embeddings") if k not in config]
     rope = config.get("rope_parameters")
@@ -631,7 +641,7 @@ def _check_llama_is_complete(path: Path, config: Mapping[str, Any]) -> None:
 
 
 def _check_rope(path: Path, config: Any, sines: Tensor) -> None:
-    """Check the rotary frequencies of the config against a table of sines in the file.
+    """Check that the RoPE frequencies of the config match a table of sines in the file.
 
     Args:
         path: the file, for messages.
@@ -639,9 +649,9 @@ def _check_rope(path: Path, config: Any, sines: Tensor) -> None:
         sines: table of shape [positions, head dimension], which may have been saved in bf16.
 
     Raises:
-        ModelError: the frequencies differ from the table.
+        ModelError: the frequencies do not match the table.
     """
-    # At position 1, the angles equal the frequencies.
+    # At position 1, the RoPE angles are equal to the frequencies.
     frequencies = rope_frequencies(config.head_dim, config.rope_theta, config.rope_scaling)
     saved = sines[1, : len(frequencies)].float()
     if not torch.allclose(saved, frequencies.sin(), rtol=1e-2, atol=1e-6):

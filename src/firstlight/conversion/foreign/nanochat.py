@@ -1,8 +1,10 @@
-"""Read the original nanochat model (karpathy/nanochat `nanochat/gpt.py` before 11 January 2026). A
-model is a folder with `model_STEP.pt` and `meta_STEP.json` files, or one `model_STEP.pt` in such a
-folder.
+"""Read nanochat models with the original architecture.
 
-The original model has no value embeddings, residual scaling factors or sliding windows.
+A model is a folder with the files `model_STEP.pt` and `meta_STEP.json`. The path of a
+`model_STEP.pt` file in such a folder is also accepted. Source: karpathy/nanochat `nanochat/gpt.py`
+before 11 January 2026.
+
+The original architecture has no value embeddings, residual scaling factors or sliding windows.
 """
 
 from __future__ import annotations
@@ -20,7 +22,8 @@ from firstlight.conversion.pickled import is_whole
 from firstlight.errors import ModelError
 from firstlight.files.atomic import read_json
 
-#: Shape of the weight, and name of nanochat's module, for each module of Hugging Face's nanochat.
+#: For each module of Hugging Face's nanochat model, the shape of its weight and the name of the
+#: module in nanochat.
 _MODULES = {
     "model.embed_tokens": ("V C", "transformer.wte"),
     "model.layers.{}.self_attn.q_proj": ("Q C", "transformer.h.{}.attn.c_q"),
@@ -38,7 +41,8 @@ LAYOUT = Layout(
     names={f"{ours}.weight": (f"{theirs}.weight",) for ours, (_, theirs) in _MODULES.items()},
     shapes={f"{ours}.weight": shape for ours, (shape, _) in _MODULES.items()},
 )
-#: Hugging Face's key for each nanochat key that describes the shape of a model.
+#: Keys of Hugging Face's config.json, keyed by nanochat's names for the settings that describe the
+#: shape of a model.
 _KEYS = {
     "vocab_size": "vocab_size",
     "n_embd": "hidden_size",
@@ -48,14 +52,15 @@ _KEYS = {
     "sequence_len": "max_position_embeddings",
 }
 _FILE = re.compile(r"model_(\d+)\.pt")
-#: nanochat pads the number of rows of the embedding and head to a multiple of this number.
+#: nanochat pads the number of rows of the embedding and the output head to a multiple of this
+#: number.
 _ROWS = 64
 #: Maximum number of names in a message.
 _SHOWN = 12
 
 
 def files_in(folder: Path) -> list[Path]:
-    """Return nanochat's `model_STEP.pt` files in a folder, sorted by step."""
+    """Return the `model_STEP.pt` files in a nanochat folder, sorted by step."""
     steps = {
         int(match[1]): path for path in folder.iterdir() if (match := _FILE.fullmatch(path.name))
     }
@@ -63,9 +68,9 @@ def files_in(folder: Path) -> list[Path]:
 
 
 def open_file(path: Path, weights: Mapping[str, Any]) -> Opened:
-    """Open a nanochat model with the architecture used before 11 January 2026.
+    """Open a nanochat model that has the architecture used before 11 January 2026.
 
-    Its files are `model_STEP.pt` and, in the same folder, `meta_STEP.json`.
+    The file `meta_STEP.json` must be in the same folder as `model_STEP.pt`.
     """
     match = _FILE.fullmatch(path.name)
     meta = path.with_name(f"meta_{match[1]}.json") if match else None
@@ -82,8 +87,9 @@ def open_file(path: Path, weights: Mapping[str, Any]) -> Opened:
         if isinstance(rows, Tensor) and rows.dim() == 2 and 0 < len(rows) - size < _ROWS:
             own[name] = rows[:size]
     tensors = [one for one in own.values() if isinstance(one, Tensor) and is_whole(one)]
-    # On a GPU, nanochat stores the embedding in bf16 and all other tensors in fp32. Converting the
-    # embedding to fp32 is exact, and transformers then loads all tensors in the same dtype.
+    # When nanochat trains on a GPU, it stores the embedding in bf16 and all other tensors in fp32.
+    # Convert the embedding to fp32, which is exact. Transformers then loads all tensors in the same
+    # dtype.
     is_mixed = {tensor.dtype for tensor in tensors} == {torch.float32, torch.bfloat16}
     is_widened = is_mixed and len(tensors) == len(own)
     if is_widened:
@@ -92,8 +98,8 @@ def open_file(path: Path, weights: Mapping[str, Any]) -> Opened:
 
 
 def _settings(path: Path, meta: Any) -> Settings:
-    """Return a nanochat model's settings. They consist of the model's shape, read from
-    meta_STEP.json, and the values that nanochat hard-codes.
+    """Return the settings of a nanochat model. The shape of the model is read from meta_STEP.json,
+    and all other settings are values that nanochat hard-codes.
 
     Raises:
         ModelError: a setting is missing or not a positive integer.
@@ -112,7 +118,7 @@ def _settings(path: Path, meta: Any) -> Settings:
         found={
             "model_type": "nanochat",
             **found,
-            # nanochat uses the default epsilon of `F.rms_norm`.
+            # nanochat calls `F.rms_norm` with its default epsilon.
             "rms_norm_eps": torch.finfo(torch.float32).eps,
             "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0},
             "final_logit_softcapping": 15.0,
@@ -122,8 +128,8 @@ def _settings(path: Path, meta: Any) -> Settings:
 
 
 def _require_first_form(path: Path, weights: Mapping[str, Any], settings: Settings) -> None:
-    """Reject newer nanochat models. The message names the tensors and settings that the original
-    model did not have.
+    """Reject nanochat models with a newer architecture. The message names the tensors and settings
+    that the original architecture does not have.
     """
     known = {name.replace("{}", "*") for names in LAYOUT.names.values() for name in names}
     found = dict.fromkeys(re.sub(r"\.\d+\.", ".*.", name) for name in weights)

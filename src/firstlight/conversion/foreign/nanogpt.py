@@ -1,4 +1,7 @@
-"""Read GPT models of nanoGPT (karpathy/nanoGPT `model.py`). A model is a `ckpt.pt` file."""
+"""Read GPT models from nanoGPT.
+
+A model is a file named `ckpt.pt`. Source: karpathy/nanoGPT `model.py`.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ from firstlight.conversion.foreign.layout import (
     without_buffers,
 )
 
-#: nanoGPT's tensors have the same names as Hugging Face's. All biases are optional.
+#: The tensor names are the same in nanoGPT and in Hugging Face's GPT-2. All biases are optional.
 LAYOUT = Layout(
     program="nanoGPT",
     kind="gpt2",
@@ -31,8 +34,9 @@ def open_weights(content: Mapping[str, Any], weights: Mapping[str, Any]) -> Open
     """Open the model in a checkpoint.
 
     Args:
-        content: content of the file. It contains `model_args`, unless it is a bare state_dict.
-        weights: the state_dict.
+        content: content of the file, which is either a dict with the key `model_args` or a bare
+            state_dict.
+        weights: state_dict of the model.
     """
     args = content.get("model_args")
     settings = Settings(
@@ -49,7 +53,7 @@ def open_weights(content: Mapping[str, Any], weights: Mapping[str, Any]) -> Open
 
 
 def shape_notes(shape: Shape) -> list[str]:
-    """Return notes about a padded vocabulary and an untied head."""
+    """Return notes for the user about a padded vocabulary and an untied output head."""
     notes = []
     if shape.sizes["V"] == _PADDED_VOCABULARY:
         notes.append(

@@ -1,16 +1,17 @@
-"""Read TensorFlow checkpoints of OpenAI's GPT-2 (openai/gpt-2 `src/model.py`). A model is a folder
-with `model.ckpt.*` and `hparams.json`.
+"""Read OpenAI's GPT-2 from TensorFlow checkpoints.
 
-The checkpoint is read without TensorFlow, which would take 600 MB to install. It is a "tensor
-bundle", which consists of two files:
+A model is a folder with `model.ckpt.*` and `hparams.json`. Source: openai/gpt-2 `src/model.py`.
+
+The checkpoint is read without TensorFlow, because installing TensorFlow takes 600 MB. The format of
+the checkpoint is called a tensor bundle. It consists of two files:
 
     NAME.index                  a table in LevelDB's format, from sorted tensor names to protocol
                                 buffers with dtype, shape, position and checksum
     NAME.data-00000-of-00001    the values of the tensors
 
 Sources: tensorflow/tensorflow `core/util/tensor_bundle`, `core/protobuf/tensor_bundle.proto`,
-`core/lib/io/table_format.txt`. Sizes and checksums are verified before the content that they
-describe is used.
+`core/lib/io/table_format.txt`. The sizes and checksums of all content are verified before it is
+used.
 """
 
 from __future__ import annotations
@@ -43,22 +44,22 @@ CONFIG = "hparams.json"
 #: Maximum size of an index in bytes. Each tensor takes less than 100 bytes.
 _MAX_INDEX_BYTES = 16_000_000
 _MAX_DIMENSIONS = 16
-#: Maximum number of tensors in an index, and maximum length of a name in bytes. A name is stored
-#: without the prefix that it shares with the previous name, so a small index could otherwise expand
-#: to any size.
+#: Maximum number of tensors in an index, and maximum length of a name in bytes. Names are stored
+#: without the prefix that they have in common with the previous name. Without these limits, a small
+#: file could therefore expand to any size.
 _MAX_ENTRIES = 100_000
 _MAX_NAME_BYTES = 1_000
 #: Size in bytes of the footer at the end of a table. It contains two block handles, padded to 40
 #: bytes, and the magic number, which takes 8 bytes.
 _FOOTER = 48
 _MAGIC = struct.pack("<Q", 0xDB4775248B80FB57)
-#: Size in bytes of the trailer after a block: 1 byte for the compression type, and 4 bytes for the
-#: masked checksum.
+#: Size in bytes of the trailer after a block. The compression type takes 1 byte, and the masked
+#: checksum takes 4 bytes.
 _TRAILER = 5
 
 #: TensorFlow's ids of floating-point dtypes (`core/framework/types.proto`).
 _DTYPES = {1: torch.float32, 2: torch.float64, 14: torch.bfloat16, 19: torch.float16}
-#: TensorFlow's ids of integer dtypes, for tensors such as a counter of steps.
+#: TensorFlow's ids of integer dtypes. Tensors such as a step counter have these dtypes.
 _OTHER_DTYPES = {3: torch.int32, 9: torch.int64}
 
 #: Polynomial of CRC-32C (Castagnoli) in bit-reversed order.
@@ -68,11 +69,11 @@ _LANES = 4096
 
 
 def _names() -> dict[str, tuple[str, ...]]:
-    """Return OpenAI's tensor names, keyed by Hugging Face name.
+    """Return the tensor names in OpenAI's checkpoints, keyed by Hugging Face name.
 
-    The module `transformer.h.{}.ln_1`, for example, is named `model/h{}/ln_1`. Norms have the
-    tensors "g" (gain) and "b" (bias), linear layers have "w" and "b", and the names of embeddings
-    have no suffix.
+    The module `transformer.h.{}.ln_1`, for example, is named `model/h{}/ln_1`. The suffixes are "g"
+    for the gain of a norm, "w" for the weight of a linear layer, and "b" for biases. The names of
+    embeddings have no suffix.
     """
     names: dict[str, tuple[str, ...]] = {}
     for module, (_, bias) in GPT2_MODULES.items():
@@ -82,7 +83,7 @@ def _names() -> dict[str, tuple[str, ...]]:
             continue
         names[f"{module}.weight"] = (theirs + ("/g" if "ln_" in module else "/w"),)
         names[f"{module}.bias"] = (f"{theirs}/b",)
-    # The head is always tied.
+    # The output head is always tied to the embedding.
     return names | {"lm_head.weight": names["transformer.wte.weight"]}
 
 
@@ -97,7 +98,7 @@ LAYOUT = Layout(
 
 
 def open_folder(folder: Path) -> Opened:
-    """Open a TensorFlow checkpoint of OpenAI's GPT-2, which consists of `model.ckpt.*` and
+    """Open the folder of a GPT-2 model from OpenAI, which contains `model.ckpt.*` and
     `hparams.json`.
     """
     bundles = bundles_in(folder)
@@ -144,14 +145,12 @@ def _settings(path: Path, hparams: Any) -> Settings:
 
 
 class _BundleError(Exception):
-    """Raised for a damaged or unsupported file. The message continues a sentence that begins with
-    the file's name.
-    """
+    """Raised for a damaged or unsupported file. The file name is prepended to the message later."""
 
 
 @dataclass(frozen=True)
 class _Entry:
-    """A tensor's entry in the index. `offset` and `size` are the position and length of the
+    """Entry of a tensor in the index. `offset` and `size` are the position and the length of the
     tensor's values in the data file, in bytes.
     """
 
@@ -163,7 +162,7 @@ class _Entry:
 
 
 def read_bundle(prefix: Path) -> dict[str, Tensor]:
-    """Memory-map the tensors of a TensorFlow checkpoint. Return them keyed by name.
+    """Memory-map the tensors of a TensorFlow checkpoint, and return them keyed by name.
 
     Args:
         prefix: path of the checkpoint without `.index`.
@@ -185,7 +184,8 @@ def read_bundle(prefix: Path) -> dict[str, Tensor]:
         for name, entry in entries.items():
             if entry.offset + entry.size > size:
                 raise _BundleError(f"has {size} bytes, and {name} ends beyond them")
-        # If tensors could overlap, a small file could use unlimited memory.
+        # Reject overlapping tensors, because a small file could otherwise use an unlimited amount
+        # of memory.
         if sum(entry.size for entry in entries.values()) > size:
             raise _BundleError(f"has {size} bytes, fewer than its tensors in total")
         content = torch.from_file(str(data), shared=False, size=size, dtype=torch.uint8)
@@ -200,14 +200,14 @@ def read_bundle(prefix: Path) -> dict[str, Tensor]:
 
 
 def _tensor(content: Tensor, name: str, entry: _Entry) -> Tensor:
-    """Return the tensor of an entry. It is a view of the data file's bytes, a uint8 tensor of shape
-    [N].
+    """Return the tensor that an entry describes. The result is a view of `content`, a uint8 tensor
+    of shape [N] with the bytes of the data file.
     """
     part = content[entry.offset : entry.offset + entry.size]
     if _masked(crc32c(part.numpy())) != entry.checksum:
         raise _BundleError(f"has values of {name} that don't match their checksum")
     if entry.offset % entry.dtype.itemsize:
-        # A view with a different dtype needs an aligned offset.
+        # Torch can create a view with a different dtype only at an aligned offset.
         part = part.clone()
     return part.view(entry.dtype).view(entry.shape)
 
@@ -239,8 +239,9 @@ def _entries(table: bytes) -> Iterator[tuple[str, _Entry]]:
 
 
 def _header(key: bytes, value: bytes) -> dict[int, Any]:
-    """Check the first entry, whose name is empty, and return its fields. Field 1 is the number of
-    data files, and field 2 is the byte order.
+    """Check the first entry of the index, which has an empty name and describes the checkpoint.
+    Return the fields of the entry. Field 1 is the number of data files, and field 2 is the byte
+    order.
     """
     header = dict(_fields(value))
     if key:
@@ -268,14 +269,14 @@ def _entry(key: bytes, value: bytes) -> _Entry:
     shape = tuple(_dimensions(name, fields[2]))
     if fields[3] != 0 or fields[5] != math.prod(shape) * dtype.itemsize:
         raise _BundleError(f"has a size for {name} that does not match its shape {list(shape)}")
-    # PyTorch's strides are 64-bit integers, even for a tensor with a dimension of size 0.
+    # PyTorch stores strides as 64-bit integers, even if a dimension of the tensor has size 0.
     if math.prod(size for size in shape if size) >= 2**63:
         raise _BundleError(f"has an invalid shape for {name}")
     return _Entry(dtype, shape, fields[4], fields[5], checksum=fields[6])
 
 
 def _dimensions(name: str, shape: bytes) -> Iterator[int]:
-    """Yield the sizes in a TensorShapeProto, outermost first."""
+    """Yield the dimension sizes in a TensorShapeProto, with the outermost dimension first."""
     for count, (number, content) in enumerate(_fields(shape)):
         if number != 2 or not isinstance(content, bytes) or count == _MAX_DIMENSIONS:
             raise _BundleError(f"has an invalid shape for {name}")
@@ -286,8 +287,8 @@ def _dimensions(name: str, shape: bytes) -> Iterator[int]:
 
 
 def _block(table: bytes, offset: int, size: int) -> Iterator[tuple[bytes, bytes]]:
-    """Yield the keys and values of a block. Each key is stored without the prefix that it shares
-    with the previous key.
+    """Yield the keys and values in a block of the table. Each key is stored without the prefix that
+    it has in common with the previous key.
     """
     end = offset + size
     if end + _TRAILER > len(table) or size < 4:
@@ -297,8 +298,8 @@ def _block(table: bytes, offset: int, size: int) -> Iterator[tuple[bytes, bytes]
     (checksum,) = struct.unpack_from("<I", table, end + 1)
     if _masked(crc32c(np.frombuffer(table, np.uint8, size + 1, offset))) != checksum:
         raise _BundleError("has a block that does not match its checksum")
-    # Some keys of a block are stored in full. The block ends with the positions of these keys,
-    # called restarts, followed by their number.
+    # Some keys in a block, called restarts, are stored in full. The block ends with the positions
+    # of the restarts, followed by the number of restarts.
     (restarts,) = struct.unpack_from("<I", table, end - 4)
     position = offset
     stop = end - 4 - 4 * restarts
@@ -328,7 +329,7 @@ def _handle(content: bytes, position: int) -> tuple[tuple[int, int], int]:
 
 def _varint(content: bytes, position: int) -> tuple[int, int]:
     """Read a varint, which is an integer in base 128 with the least significant digit first. Return
-    the integer and the position after it.
+    the integer, and the position after the varint.
     """
     value = 0
     for shift in range(0, 70, 7):
@@ -343,8 +344,8 @@ def _varint(content: bytes, position: int) -> tuple[int, int]:
 
 
 def _fields(message: bytes) -> Iterator[tuple[int, int | bytes]]:
-    """Yield the numbers and contents of a protocol buffer's fields. The contents are bytes for wire
-    type 2, and integers for all other wire types.
+    """Yield the number and the content of each field in a protocol buffer. The content is a bytes
+    object for wire type 2, and an integer for all other wire types.
     """
     position = 0
     while position < len(message):
@@ -365,8 +366,8 @@ def _fields(message: bytes) -> Iterator[tuple[int, int | bytes]]:
 
 
 def _masked(checksum: int) -> int:
-    """Return a checksum in the "masked" form in which LevelDB stores it. This form is safe even if
-    the data itself contains checksums.
+    """Return the "masked" form of a checksum, in which LevelDB stores checksums. Masking avoids
+    problems if the checksummed data itself contains checksums.
     """
     return ((checksum >> 15 | checksum << 17) + 0xA282EAD8) & 0xFFFFFFFF
 
@@ -374,17 +375,17 @@ def _masked(checksum: int) -> int:
 def crc32c(content: np.ndarray[Any, np.dtype[np.uint8]]) -> int:
     """Return the CRC-32C (RFC 3720, appendix B.4) of `content`, a uint8 array of shape [N].
 
-    The bytes are arranged as rows of `_LANES` words. Because the checksum is linear over GF(2),
-    each row can be advanced past the rows that follow it, and all rows can then be combined with
-    XOR. The resulting row has the same checksum as the entire content. This takes N / 16384 steps
+    The content is divided into rows of `_LANES` words. The checksum is linear over GF(2), so each
+    row can be advanced past the rows that follow it, and all rows can then be combined with XOR.
+    The checksum of the combined row equals that of the entire content. This takes N / 16384 steps
     in numpy instead of N steps in Python.
     """
     rest = len(content) % 4
     body, tail = content[: len(content) - rest], content[len(content) - rest :].tobytes()
     state = 0xFFFFFFFF
     if len(body) > 4 * _LANES:
-        # The first row is padded with leading zeros, which do not change the checksum, because the
-        # initial value is combined by XOR with the first word after them.
+        # The first row is padded with leading zeros. They do not change the checksum, because the
+        # initial value is combined by XOR with the first word after the zeros.
         missing = -len(body) % (4 * _LANES)
         first = np.zeros(4 * _LANES, np.uint8)
         first[missing:] = body[: 4 * _LANES - missing]
@@ -394,7 +395,7 @@ def crc32c(content: np.ndarray[Any, np.dtype[np.uint8]]) -> int:
         rows = body[4 * _LANES - missing :].reshape(-1, 4 * _LANES)
         for row in rows:
             lanes = low[lanes & 0xFFFF] ^ high[lanes >> 16]
-            # Copy the row, because its offset in the data file may not be a multiple of 4.
+            # Copy the row, because its offset in the data file may not be divisible by 4.
             lanes ^= np.frombuffer(row.tobytes(), "<u4")
         body, state = lanes.astype("<u4").view(np.uint8), 0
     table = _byte_table()
@@ -405,8 +406,8 @@ def crc32c(content: np.ndarray[Any, np.dtype[np.uint8]]) -> int:
 
 @functools.cache
 def _byte_table() -> Sequence[int]:
-    """Return the CRC table. For each of the 256 byte values, it contains the value to XOR into the
-    shifted checksum.
+    """Return the CRC lookup table. For each of the 256 byte values, it contains the value that is
+    combined with the shifted checksum by XOR.
     """
     table = list(range(256))
     for _ in range(8):
@@ -416,9 +417,9 @@ def _byte_table() -> Sequence[int]:
 
 @functools.cache
 def _moved_by_a_row() -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-    """Return two uint32 tables of shape [65536], the first indexed by the low 16 bits of a word and
-    the second by its high 16 bits. An entry is the word that these bits become when the checksum
-    advances past one row of zeros.
+    """Return two uint32 lookup tables of shape [65536] that advance a word past one row of zeros.
+    The first table is indexed by the low 16 bits of the word, and the second table by its high 16
+    bits. The XOR of the two entries is the advanced word.
     """
     table = np.array(_byte_table(), np.uint32)
     bits = np.uint32(1) << np.arange(32, dtype=np.uint32)

@@ -1,5 +1,6 @@
-"""Read torchtune's Llama (pytorch/torchtune `models/convert_weights.py`). A model is a single
-weights file.
+"""Read Llama models from torchtune.
+
+A model is a single file with weights. Source: pytorch/torchtune `models/convert_weights.py`.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ LAYOUT = llama_layout(
 
 
 def open_weights(weights: Mapping[str, Any]) -> Opened:
-    """Open the model in a state_dict."""
+    """Open a model, given its state_dict."""
     tensors = without_buffers(weights)
     tie(tensors)
     return Opened(LAYOUT, tensors)

@@ -1,8 +1,8 @@
 """Convert a model's shape and settings between config.json and the metadata of GGUF files.
 
-`add_model` writes the metadata entries, and `config_of` reads them. `supported_model` rejects
-models for which llama.cpp would compute different results. The module `writer` writes the
-tokenizer's entries.
+`add_model` writes the metadata entries of a model, and `config_of` reads them. `supported_model`
+rejects models for which llama.cpp would compute different results. The metadata entries of the
+tokenizer are written by the module `writer`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ from firstlight.weights.huggingface import config_from_hf, sampling_settings
 if TYPE_CHECKING:
     from gguf import GGUFWriter
 
-#: Keys of config.json that have no equivalent in GGUF. Their values are stored in the entry `KEPT`.
+#: Keys of config.json that have no equivalent in GGUF. Their values are stored in the metadata
+#: entry `KEPT`.
 KEPT_KEYS = (
     "model_type",
     "activation_function",
@@ -50,8 +51,8 @@ KEPT_KEYS = (
     "topk_group",
     "use_sliding_window",
 )
-#: GGUF keys, without the architecture prefix, of the sizes that all families have. Each is mapped
-#: to firstlight's key.
+#: GGUF keys of the sizes that all model families have, without the architecture prefix. Each key is
+#: mapped to the corresponding key in firstlight's model config.
 _SIZES = {
     "context_length": "max_position_embeddings",
     "embedding_length": "hidden_size",
@@ -60,12 +61,13 @@ _SIZES = {
     "attention.head_count": "num_attention_heads",
 }
 
-#: GGUF tensor that contains Llama 3's frequency divisors.
+#: GGUF tensor with the factors by which the rotary frequencies of Llama 3 models are divided.
 ROPE_FACTORS = "rope_freqs.weight"
-#: GGUF tensors that contain LongRoPE's frequency divisors.
+#: GGUF tensors with the factors by which LongRoPE divides the rotary frequencies.
 ROPE_FACTORS_LONG, ROPE_FACTORS_SHORT = "rope_factors_long.weight", "rope_factors_short.weight"
 
-#: GGUF entry specific to firstlight: a JSON object with settings for which GGUF has no key.
+#: Metadata entry that only firstlight uses. Its value is a JSON object with the settings for which
+#: GGUF has no key.
 KEPT = "firstlight.config"
 
 #: GGUF key for each sampling setting of generation_config.json.
@@ -76,20 +78,20 @@ _SAMPLING = {
     "min_p": "general.sampling.min_p",
     "repetition_penalty": "general.sampling.penalty_repeat",
 }
-#: GGUF keys for the tokens that end a generation. These are the tokenizer's end-of-text token and
-#: two additional tokens.
+#: GGUF keys for the tokens at which generation ends. These are the tokenizer's end-of-text token
+#: and two additional tokens.
 _ENDS = tuple(f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom"))
 
 #: Shapes of the tensors in a file, keyed by tensor name. The outermost dimension comes first.
 Shapes = Mapping[str, tuple[int, ...]]
 
-#: Minimum number of tensors per layer in any family.
+#: Minimum number of tensors that a layer has, in all model families.
 _LAYER_TENSORS = 5
 
 #: Value of expert_gating_func for sigmoid scores, from llama.cpp's `llama_expert_gating_func_type`.
 _SIGMOID = 2
 
-#: Rotary settings shared by all published Llama 3.1, 3.2 and 3.3 models.
+#: RoPE settings that are the same in all published Llama 3.1, 3.2 and 3.3 models.
 _LLAMA3 = {
     "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,
@@ -108,11 +110,14 @@ _MOST = 2**31
 
 
 def add_model(writer: GGUFWriter, config: Mapping[str, Any], model: Any) -> None:
-    """Add the entries from which llama.cpp reads a model's shape, and the entry firstlight.config.
+    """Add the metadata entries that describe a model.
+
+    Most entries are those from which llama.cpp reads the shape and settings of the model. The entry
+    firstlight.config stores the settings for which GGUF has no key.
 
     Args:
-        writer: the writer of the GGUF file.
-        config: content of Hugging Face's config.json.
+        writer: writer for the GGUF file.
+        config: content of the Hugging Face config.json.
         model: the corresponding model config, as returned by `supported_model`.
     """
     family = model.family
@@ -160,14 +165,15 @@ def add_model(writer: GGUFWriter, config: Mapping[str, Any], model: Any) -> None
 
 
 def add_sampling(writer: GGUFWriter, generation: Mapping[str, Any]) -> None:
-    """Add the entries for the sampling settings of a generation_config.json."""
+    """Add metadata entries for the sampling settings in a generation_config.json."""
     for name, value in sampling_settings(generation).items():
         (writer.add_int32 if name == "top_k" else writer.add_float32)(_SAMPLING[name], value)
 
 
 def generation_of(metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """Build the content of generation_config.json from a file's metadata. It consists of sampling
-    settings and end-of-text tokens.
+    """Build the content of generation_config.json from the metadata of a GGUF file.
+
+    The result contains the sampling settings and the ids of the end-of-text tokens.
     """
     content: dict[str, Any] = {}
     for name, key in _SAMPLING.items():
@@ -184,10 +190,10 @@ def generation_of(metadata: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _cached_sizes(model: Any) -> tuple[int, int, int]:
-    """Return the number of heads, the size of a key and the size of a value in llama.cpp's cache.
+    """Return the number of heads, the key size and the value size in llama.cpp's KV cache.
 
-    With latent attention, a single head is cached. Its key consists of the KV latent and the
-    rotated part of the key, and its value is the KV latent.
+    With multi-head latent attention, llama.cpp caches a single head. The cached key consists of the
+    KV latent and the rotated part of the key. The cached value is the KV latent.
     """
     if model.family.gguf.layer == "latent":
         rank = model.kv_lora_rank
@@ -196,11 +202,11 @@ def _cached_sizes(model: Any) -> tuple[int, int, int]:
 
 
 def _add_rope_scaling(writer: GGUFWriter, model: Any) -> dict[str, Any]:
-    """Add the entries for the scaling of rotary positions.
+    """Add the metadata entries for RoPE scaling.
 
     Returns:
-        A dict with the settings to store in firstlight.config, or {} if GGUF's entries represent
-        all settings.
+        A dict with the RoPE settings to store in firstlight.config. It is empty if GGUF has entries
+        for all of the model's RoPE settings.
     """
     import gguf
 
@@ -211,8 +217,8 @@ def _add_rope_scaling(writer: GGUFWriter, model: Any) -> dict[str, Any]:
         writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
         writer.add_rope_scaling_factor(scaling.factor)
         return {}
-    # For Llama 3, the file contains only the frequency divisors returned by `rope_factors`. The
-    # settings can't be recovered from them.
+    # For Llama 3, GGUF files contain only the frequency factors that `rope_factors` returns. The
+    # settings can't be recovered from these factors.
     if not isinstance(scaling, Llama3Rope):
         magnitude = rope_magnitude(scaling, model.max_position_embeddings)
         if isinstance(scaling, YarnRope):
@@ -228,7 +234,7 @@ def _add_rope_scaling(writer: GGUFWriter, model: Any) -> dict[str, Any]:
 
 
 def _yarn_factors(model: Any) -> tuple[float, float]:
-    """Return YaRN's parameters attn_factor and m for llama.cpp.
+    """Return the YaRN parameters attn_factor and m for llama.cpp.
 
     The parameter attn_factor scales cos and sin. If m is 0, llama.cpp also multiplies cos and sin
     by YaRN's default magnitude. The parameter m scales DeepSeek's attention scores, which llama.cpp
@@ -244,8 +250,10 @@ def _yarn_factors(model: Any) -> tuple[float, float]:
 
 
 def rope_factors(model: Any) -> dict[str, Tensor]:
-    """Return the divisors of the rotary frequencies, as fp32 tensors of shape [rotary_dim / 2],
-    keyed by GGUF name. Only the rope types "llama3" and "longrope" have such tensors.
+    """Return the tensors by which llama.cpp divides the rotary frequencies, keyed by GGUF name.
+
+    Each tensor is fp32 and has the shape [rotary_dim / 2]. Only models with the RoPE types "llama3"
+    and "longrope" have such tensors.
     """
     scaling = getattr(model, "rope_scaling", None)
     if isinstance(scaling, LongRope):
@@ -259,7 +267,8 @@ def rope_factors(model: Any) -> dict[str, Tensor]:
 
 
 def llama3_factors(scaling: Llama3Rope, theta: float, rotary_dim: int) -> Tensor:
-    """Return the divisors of the rotary frequencies for llama.cpp, fp32 of shape [rotary_dim / 2].
+    """Return the factors by which llama.cpp divides the rotary frequencies of a Llama 3 model, as
+    an fp32 tensor of shape [rotary_dim / 2].
 
     Source: the frequency scaling of Llama 3.1 (meta-llama/llama-models `apply_scaling`).
     """
@@ -272,9 +281,7 @@ def llama3_factors(scaling: Llama3Rope, theta: float, rotary_dim: int) -> Tensor
 
 
 def _add_latent(writer: GGUFWriter, model: Any) -> None:
-    """Add the entries for the heads of latent attention and for the routing of tokens to
-    experts.
-    """
+    """Add the metadata entries for multi-head latent attention and for expert routing."""
     from gguf import ExpertGatingFuncType
 
     writer.add_key_length_mla(model.head_dim)
@@ -286,10 +293,13 @@ def _add_latent(writer: GGUFWriter, model: Any) -> None:
 
 
 def _add_windows(writer: GGUFWriter, model: Any) -> None:
-    """Add the entries for the sliding window and for the rotary base of layers with a window."""
+    """Add the metadata entries for the sliding window, and for the rotary base of the layers that
+    use sliding-window attention.
+    """
     window, spec = model.sliding_window, model.family.gguf
     if window is None and spec.needs_window:
-        # llama.cpp requires a window for this family, so use a window that covers the full context.
+        # llama.cpp requires a sliding window for this model family, so use one that covers the full
+        # context.
         window = model.max_position_embeddings
     if window is not None:
         writer.add_sliding_window(window)
@@ -298,17 +308,15 @@ def _add_windows(writer: GGUFWriter, model: Any) -> None:
 
 
 class _Values:
-    """Metadata entries of a GGUF file whose names have the form `ARCHITECTURE.KEY`. The methods
-    `whole` and `real` also check the type of a value.
-    """
+    """The metadata entries in a GGUF file that have names of the form `ARCHITECTURE.KEY`."""
 
     def __init__(self, metadata: Mapping[str, Any], architecture: str) -> None:
         self._metadata = metadata
         self.architecture = architecture
 
     def whole(self, key: str, default: int | None = None) -> int:
-        """Return the value of a key, which must be an integer. Raise a ModelError for any other
-        value, such as a list with one integer per layer.
+        """Return the value of a key that must be an integer. Raise a ModelError if the value is
+        anything else, such as a list with one integer per layer.
         """
         value = self.get(key, default)
         if not isinstance(value, int) or isinstance(value, bool):
@@ -316,9 +324,11 @@ class _Values:
         return value
 
     def real(self, key: str, default: float | None = None) -> float:
-        """Return the value of a key, which must be a finite float. Raise a ModelError for any other
-        value. The result is rounded to the decimal precision of fp32, because GGUF stores floats in
-        fp32.
+        """Return the value of a key that must be a finite float. Raise a ModelError if the value is
+        anything else.
+
+        GGUF stores floats in fp32. The result is therefore rounded to as many decimal digits as
+        fp32 can represent.
         """
         value = self.get(key, default)
         if not isinstance(value, float) or not math.isfinite(value):
@@ -336,9 +346,9 @@ def config_of(
     """Build Hugging Face's config.json for a GGUF file.
 
     Args:
-        metadata: entries of the file.
-        stored: shapes of the file's tensors, except for those in `factors`.
-        factors: the file's tensors that contain divisors of the rotary frequencies, keyed by name.
+        metadata: metadata entries of the file.
+        stored: shapes of all tensors in the file that are not in `factors`.
+        factors: tensors in the file by which the rotary frequencies are divided, keyed by name.
 
     Raises:
         ModelError: the file is damaged, or the model's family or settings are not supported.
@@ -353,8 +363,8 @@ def config_of(
     rotary = FAMILIES[_families_of(architecture)[0]].config.has_rotary
     kept = _kept(metadata, architecture)
     layers, embedding = values.whole("block_count"), stored.get("token_embd.weight")
-    # Check the number of layers first, because `tensor_rules` would run almost forever if the
-    # number is damaged.
+    # Check the number of layers first. With the number from a damaged file, `tensor_rules` could
+    # run almost forever.
     if embedding is None or layers > len(stored) // _LAYER_TENSORS:
         raise ModelError(f"the file contains {len(stored)} tensors, too few for {layers} layers")
     config: dict[str, Any] = {
@@ -367,8 +377,8 @@ def config_of(
         if isinstance(token_id := metadata.get(f"tokenizer.ggml.{name}"), int):
             config[name] = token_id
     if rotary:
-        # Write this key, because some of transformers' config classes have a default id that may
-        # exceed the vocabulary.
+        # Always write this key. Some config classes in transformers have a default id, which may be
+        # outside the vocabulary.
         config["pad_token_id"] = None
         config |= _rope_config(values, kept, factors, config)
     family = FAMILIES[config["model_type"]].spec
@@ -408,8 +418,8 @@ def _gpt2_config(values: _Values) -> dict[str, Any]:
 
 
 def _llama_config(values: _Values, kept: Mapping[str, Any], stored: Shapes) -> dict[str, Any]:
-    """Return the config of a family with rotary positions, with firstlight's keys. The rotary
-    settings are not included.
+    """Return the config entries of a model with rotary position embeddings, under the keys that
+    firstlight uses. The RoPE settings are not included.
     """
     sizes = {ours: values.whole(key) for key, ours in _SIZES.items()}
     hidden, heads = sizes["hidden_size"], sizes["num_attention_heads"]
@@ -422,8 +432,8 @@ def _llama_config(values: _Values, kept: Mapping[str, Any], stored: Shapes) -> d
     is_whole = rotary_dim == head_dim or "partial_rotary_factor" in family.own_keys
     value_dim = values.whole("attention.value_length", head_dim)
     if is_latent:
-        # llama.cpp's key length includes both the KV latent and the rotated part. Hugging Face's
-        # head_dim includes only the rotated part.
+        # The key length in llama.cpp is the size of the KV latent plus that of the rotated part.
+        # head_dim in Hugging Face's config.json is the size of the rotated part only.
         head_dim = rotary_dim
     elif value_dim != head_dim or not is_whole:
         raise ModelError(
@@ -439,7 +449,8 @@ def _llama_config(values: _Values, kept: Mapping[str, Any], stored: Shapes) -> d
         "head_dim": head_dim,
         family.activation_key: family.activation,
         "rms_norm_eps": values.real(f"attention.{eps}"),
-        # Write this key even if there is no window, because Mistral has a window by default.
+        # Write this key even if there is no sliding window, because Mistral's config class uses a
+        # window by default.
         "sliding_window": window or None,
     }
     if "attention_bias" in family.own_keys:
@@ -467,8 +478,8 @@ def _llama_config(values: _Values, kept: Mapping[str, Any], stored: Shapes) -> d
 
 
 def _latent_config(values: _Values, rotary_dim: int) -> dict[str, Any]:
-    """Return the config entries for DeepSeek's latent attention and for its routing of tokens to
-    experts.
+    """Return the config entries for DeepSeek's multi-head latent attention and for its expert
+    routing.
     """
     return {
         "qk_nope_head_dim": values.whole("attention.key_length_mla") - rotary_dim,
@@ -497,8 +508,8 @@ def _linear_config(values: _Values) -> dict[str, Any]:
 def _layer_config(
     values: _Values, stored: Shapes, family: FamilySpec, config: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return the config entries for families whose layers differ from Llama's layers or from each
-    other.
+    """Return the config entries for model families whose layers are not like Llama's, or whose
+    layers are not all alike.
     """
     own, found = family.own_keys, dict[str, Any]()
     if "query_pre_attn_scalar" in own:
@@ -508,7 +519,8 @@ def _layer_config(
     if "qk_layernorm" in own:
         norm = stored.get("blk.0.attn_q_norm.weight")
         found["qk_layernorm"] = norm is not None
-        # Check the number of heads first, because `tensor_rules` yields one norm per head.
+        # Check the number of heads first, because `tensor_rules` yields a norm for each head and
+        # would run almost forever if the number were damaged.
         if norm is not None and norm[0] != config["num_attention_heads"]:
             raise ModelError(f"the file is damaged: it has norms for {norm[0]} heads")
     if "use_parallel_residual" in own:
@@ -527,10 +539,11 @@ def _families_of(architecture: str) -> list[str]:
 
 
 def _family_of(values: _Values, experts: int, window: int) -> str:
-    """Return the `model_type` of the architecture's first family that fits the file. It must have
-    the file's gating function. It must have experts if and only if `experts` is not 0, and support
-    a sliding window if `window` is not 0. If no family fits, return the first one that has the
-    gating function.
+    """Return the `model_type` of the first model family of the architecture that fits the file.
+
+    A family fits if it uses the gating function specified in the file, has experts if and only if
+    `experts` is not 0, and supports a sliding window if `window` is not 0. If no family fits,
+    return the first family that uses the gating function.
     """
     gating = "sigmoid" if values.get("expert_gating_func") == _SIGMOID else "softmax"
     forms = {name: FAMILIES[name].spec.gguf for name in _families_of(values.architecture)}
@@ -576,8 +589,8 @@ def _rope_config(
     factors: Mapping[str, Tensor],
     config: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """Return the config entries for rotary positions, under the keys of both transformers 4 and
-    transformers 5.
+    """Return the config entries for RoPE, under the keys used by transformers 4 and under those
+    used by transformers 5.
     """
     family, found = FAMILIES[config["model_type"]].spec, dict[str, Any]()
     theta = values.real("rope.freq_base", 10_000.0)
@@ -610,8 +623,10 @@ def _rope_config(
 
 
 def _longrope_scaling(values: _Values, known: Any, factors: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Return LongRoPE's settings. These are `known`, which comes from firstlight.config, or the
-    settings in the file's entries if `known` is missing.
+    """Return the LongRoPE settings.
+
+    These are the settings `known`, which were stored in firstlight.config, if there are any.
+    Otherwise, they are read from the GGUF entries of the file.
     """
     if isinstance(known, dict):
         return {**known, "rope_type": "longrope"}
@@ -625,8 +640,10 @@ def _longrope_scaling(values: _Values, known: Any, factors: Mapping[str, Tensor]
 
 
 def _yarn_scaling(values: _Values, known: Any) -> dict[str, Any]:
-    """Return YaRN's settings. These are `known`, which comes from firstlight.config, or the
-    settings in the file's entries if `known` is missing.
+    """Return the YaRN settings.
+
+    These are the settings `known`, which were stored in firstlight.config, if there are any.
+    Otherwise, they are read from the GGUF entries of the file.
     """
     if isinstance(known, dict):
         return {**known, "rope_type": "yarn"}
@@ -641,8 +658,8 @@ def _yarn_scaling(values: _Values, known: Any) -> dict[str, Any]:
     if FAMILIES[_families_of(values.architecture)[0]].spec.gguf.layer == "latent":
         if own != 1:
             raise ModelError(f"yarn with an attn_factor of {own} is not supported: it must be 1")
-        # Invert `_yarn_factors`. The file contains 0.1 m, because llama.cpp divides this value by
-        # 0.1.
+        # Invert `_yarn_factors`. The file contains 0.1 m rather than m, because llama.cpp divides
+        # the stored value by 0.1.
         multiplier = round(multiplier / 0.1, 6)
         if multiplier:
             return {**scaling, "mscale": multiplier, "mscale_all_dim": multiplier}
@@ -652,12 +669,14 @@ def _yarn_scaling(values: _Values, known: Any) -> dict[str, Any]:
 
 
 def _llama3_scaling(known: Any, theta: float, factors: Tensor, rotary_dim: int) -> dict[str, Any]:
-    """Return Llama 3's rotary settings. These are `known`, which comes from firstlight.config, or
-    `_LLAMA3` if `known` is missing.
+    """Return the RoPE settings of a Llama 3 model.
+
+    These are the settings `known`, which were stored in firstlight.config, if there are any.
+    Otherwise, they are `_LLAMA3`, the settings of the published models.
 
     Raises:
-        ModelError: these settings do not result in the file's frequency divisors `factors`, which
-            are fp32 of shape [rotary_dim / 2].
+        ModelError: these settings do not produce the frequency factors that the file contains.
+            `factors` is an fp32 tensor of shape [rotary_dim / 2].
     """
     scaling = known if isinstance(known, dict) else {"factor": factors.max().item(), **_LLAMA3}
     scaling = {**scaling, "rope_type": "llama3"}
@@ -671,12 +690,12 @@ def _llama3_scaling(known: Any, theta: float, factors: Tensor, rotary_dim: int) 
 
 
 def supported_model(config: Mapping[str, Any]) -> Any:
-    """Return the model config of a Hugging Face config.json, after checking that llama.cpp supports
-    it.
+    """Check that llama.cpp supports the model described by a Hugging Face config.json, and return
+    its model config.
 
     Raises:
-        ModelError: llama.cpp does not support the family or one of its settings, or a setting is
-            invalid.
+        ModelError: llama.cpp does not support the model family or one of the model's settings, or a
+            setting is invalid.
     """
     model_type = str(config.get("model_type"))
     if model_type not in ARCHITECTURES:
@@ -693,8 +712,8 @@ def supported_model(config: Mapping[str, Any]) -> Any:
                 f"llama.cpp does not support {model_type} with {key} {value!r}: GGUF requires "
                 f"{values[0]!r}"
             )
-    # Omit derived keys. They are computed from other keys, and some families' config classes do not
-    # accept them.
+    # Omit keys that are computed from other keys, because some of transformers' config classes do
+    # not accept them.
     model = config_from_hf(
         {key: value for key, value in config.items() if key not in family.derived_keys},
         "config.json",
@@ -707,15 +726,15 @@ def supported_model(config: Mapping[str, Any]) -> Any:
 
 
 def _fixed(model_type: str) -> dict[str, tuple[Any, ...]]:
-    """Return the settings of a family for which llama.cpp supports only certain values. The format
-    is that of `GGUFSpec.fixed`.
+    """Return the settings for which llama.cpp supports only certain values, in the format of
+    `GGUFSpec.fixed`.
     """
     family = FAMILIES[model_type].spec
     fixed = dict(family.gguf.fixed)
     if not FAMILIES[model_type].config.has_rotary:
         return fixed
-    # llama.cpp uses the tanh approximation of GELU instead of the exact function. The two are so
-    # close that `gguf_notes` reports the difference as a note, and no error is raised.
+    # llama.cpp uses the tanh approximation of GELU instead of the exact function. The difference is
+    # so small that it is not an error. `gguf_notes` reports it to the user.
     if family.activation != "gelu":
         fixed[family.activation_key] = (family.activation,)
     if "partial_rotary_factor" not in family.own_keys:
@@ -724,11 +743,12 @@ def _fixed(model_type: str) -> dict[str, tuple[Any, ...]]:
 
 
 def _check_computed(family: FamilySpec, model: Any) -> None:
-    """Raise an error if llama.cpp would compute a different result with the model's settings.
+    """Raise an error if the model has a setting with which llama.cpp would compute a different
+    result.
 
     Args:
-        family: specification of the family.
-        model: the model's config.
+        family: specification of the model family.
+        model: config of the model.
 
     Raises:
         ModelError: the model has such a setting. The message names the setting.
@@ -750,8 +770,9 @@ def _check_computed(family: FamilySpec, model: Any) -> None:
 
 
 def _wrong_layers(family: FamilySpec, model: Any) -> Iterator[str]:
-    """Yield the settings of layers and head with which llama.cpp would compute a different
-    result."""
+    """Yield the settings of the layers and the output head with which llama.cpp would compute a
+    different result.
+    """
     spec = family.gguf
     if spec.layer == "delta":
         sizes = model.linear_key_head_dim, model.linear_value_head_dim
@@ -775,8 +796,7 @@ def _wrong_layers(family: FamilySpec, model: Any) -> Iterator[str]:
 
 
 def _wrong_rotation(family: FamilySpec, model: Any) -> Iterator[str]:
-    """Yield the settings of rotary positions with which llama.cpp would compute a different
-    result."""
+    """Yield the RoPE settings with which llama.cpp would compute a different result."""
     if getattr(model, "rotary_dim", 0) % 2:
         yield f"{model.rotary_dim} rotated dimensions: only an even number"
     rope = getattr(model, "rope_scaling", None)
@@ -798,11 +818,12 @@ def _wrong_rotation(family: FamilySpec, model: Any) -> Iterator[str]:
 
 
 def _wrong_latents(model: Any, spec: GGUFSpec) -> Iterator[str]:
-    """Yield the settings of latent attention with which llama.cpp would compute a different
-    result."""
+    """Yield the settings of multi-head latent attention with which llama.cpp would compute a
+    different result.
+    """
     layers, rope = model.num_hidden_layers, model.rope_scaling
-    # llama.cpp recognises models without q_lora_rank by these sizes; it does not read q_lora_rank
-    # itself.
+    # llama.cpp does not read q_lora_rank. It uses these sizes to recognise models that do not have
+    # it.
     lacks_rank = layers in (26, 27) or (layers == 48 and model.vocab_size == 128256)
     if model.q_lora_rank is not None and lacks_rank:
         yield f"q_lora_rank in {layers} layers: only null"

@@ -1,8 +1,9 @@
-"""Read a GGUF file as a Hugging Face config and tensors.
+"""Read GGUF files, and convert their content to a Hugging Face config and tensors.
 
-All quantised formats that the gguf package can dequantise are supported. Every length is compared
-with the size of the file before it is used. A damaged file therefore results in an error and can't
-make the reader hang or use up all memory. The format is described in ggml-org/ggml `docs/gguf.md`.
+All quantised formats that the gguf package can dequantise are supported. Every length in a file is
+compared with the size of the file before it is used. A damaged file therefore causes an error,
+instead of making the reader hang or run out of memory. The format is described in ggml-org/ggml
+`docs/gguf.md`.
 """
 
 from __future__ import annotations
@@ -42,21 +43,22 @@ from firstlight.weights.stored import save_weights
 
 _VERSIONS = (2, 3)
 _FACTORS = (ROPE_FACTORS, ROPE_FACTORS_LONG, ROPE_FACTORS_SHORT)
-#: Ids of GGUF's value types "string" and "array".
+#: GGUF type ids of the value types "string" and "array".
 _STRING, _ARRAY = 8, 9
-#: `struct` format characters of GGUF's scalar value types, keyed by the type's id.
+#: Format characters for the `struct` module, keyed by the ids of GGUF's scalar value types.
 _SCALARS = {**dict(enumerate("BbHhIif?")), 10: "Q", 11: "q", 12: "d"}
 #: Maximum number of values in a file's metadata. Each value takes about 100 bytes of memory. A
 #: vocabulary of 262,144 tokens with its merges has 1.3 million values.
 _MOST_VALUES = 2_000_000
-#: Maximum number of tensors in a file. Models have at most 3,000 tensors, because the experts of a
+#: Maximum number of tensors in a file. Models have at most 3,000 tensors, because all experts of a
 #: layer are stacked.
 _MOST_TENSORS = 20_000
-#: Maximum position in a file, in bytes, at which metadata can be stored. A vocabulary of 262,144
+#: Maximum position in bytes at which metadata can be stored in a file. A vocabulary of 262,144
 #: tokens with its merges takes 10 MB. The file size is not a sufficient limit, because a sparse
 #: file can have any size without taking disk space.
 _MOST_METADATA_BYTES = 1 << 28
-#: Maximum number of rotary factors. There is one factor for every two elements of a head.
+#: Maximum number of factors for the rotary frequencies. A model has one factor for every two
+#: elements of a head.
 _MOST_FACTORS = 1 << 16
 
 
@@ -66,7 +68,7 @@ class GGUFModel:
 
     Attributes:
         config: content of Hugging Face's config.json.
-        tensors: fp32 tensors, keyed by Hugging Face name, without a tied head.
+        tensors: fp32 tensors, keyed by Hugging Face name. A tied output head is omitted.
         metadata: all other entries of the file.
         path: path of the file, for messages.
     """
@@ -135,8 +137,8 @@ def read_gguf(path: Path) -> GGUFModel:
 def gguf_folder(path: Path) -> Path:
     """Return a Hugging Face folder with the model of a GGUF file.
 
-    The folder is stored in this machine's cache, with weights in fp32. It is written when the file
-    is opened for the first time or has changed.
+    The folder is stored in the cache on this machine, with the weights in fp32. It is written the
+    first time the file is opened, and again whenever the file has changed.
 
     Raises:
         ModelError, TokenizerError, MissingDependencyError: see `read_gguf` and
@@ -162,8 +164,8 @@ def gguf_folder(path: Path) -> Path:
         model = read_gguf(path)
         tokenizer = model.tokenizer()
         say(f"{path} is opened for the first time: storing its weights in fp32 in {folder}")
-        # Remove the folders of earlier versions of the file, including incomplete folders left
-        # behind by processes that were killed.
+        # Remove the folders created for earlier versions of the file. Some of them may be
+        # incomplete, because the process that was writing them was killed.
         for old in parent.glob(f"*{place}-*"):
             remove_folder(old)
         config = {**model.config, "dtype": "float32", "torch_dtype": "float32"}
@@ -184,7 +186,8 @@ class GGUFTensor:
     """Description of a tensor in a GGUF file.
 
     Attributes:
-        shape: sizes, outermost dimension first (the reverse of the file's order).
+        shape: sizes of the dimensions, with the outermost dimension first. This is the reverse of
+            the order in the file.
         kind: id of the ggml type.
         offset: position of the tensor's first byte, relative to the start of the data section.
     """
@@ -214,8 +217,8 @@ class GGUFParser:
         """Parse the header.
 
         Returns:
-            The metadata, the descriptions of the tensors (keyed by name), and the position of the
-            data section.
+            A tuple of the metadata, the descriptions of all tensors keyed by name, and the position
+            of the data section.
         """
         if self._size < 4 or self._take(4) != b"GGUF":
             raise ModelError("this is not a GGUF file")
@@ -245,8 +248,8 @@ class GGUFParser:
         return metadata, stored, -(-self._position // alignment) * alignment
 
     def require_apart(self, stored: Mapping[str, GGUFTensor]) -> None:
-        """Raise an error if tensors overlap. If they could, a small file could use unlimited
-        memory.
+        """Raise an error if tensors in the file overlap. If this were allowed, a small file could
+        use an unlimited amount of memory.
 
         Raises:
             ModelError: the total size of the tensors exceeds the size of the file.
@@ -274,7 +277,7 @@ class GGUFParser:
         return kind, stored.shape[-1] // block * block_bytes
 
     def tensor(self, name: str, stored: GGUFTensor, data_start: int) -> Tensor:
-        """Read a tensor and dequantise it to fp32, with shape `stored.shape`.
+        """Read a tensor, and dequantise it to an fp32 tensor of shape `stored.shape`.
 
         Args:
             name: name of the tensor, for messages.
@@ -282,8 +285,8 @@ class GGUFParser:
             data_start: position of the data section, as returned by `parse`.
         """
         gguf = import_gguf()
-        # Limit the number of rotary factors here, because they are read before their shape can be
-        # compared with the config.
+        # Limit the number of factors for the rotary frequencies here, because they are read before
+        # their shape can be compared with the config.
         if name in _FACTORS and math.prod(stored.shape) > _MOST_FACTORS:
             raise ModelError(f"the file is damaged: tensor {name} has shape {list(stored.shape)}")
         kind, row_bytes = self._kind_of(name, stored)
@@ -298,16 +301,16 @@ class GGUFParser:
         return torch.from_numpy(values.astype(np.float32)).reshape(stored.shape)
 
     def _take(self, count: int) -> bytes:
-        # Check the length before reading, because `read` would allocate memory even if the length
-        # is damaged.
+        # Check the length before reading, because `read` would allocate memory for any length in a
+        # damaged file.
         if count > self._size - self._position:
             raise ModelError("the file is damaged or truncated")
         self._position += count
         return self._file.read(count)
 
     def _count(self, values: int) -> None:
-        """Add `values` to the number of metadata values, and raise an error if there are too many.
-        Call this method before reading the values.
+        """Add `values` to the number of metadata values read so far, and raise an error if the
+        total is too large. This method must be called before the values are read.
         """
         self._values += values
         if self._values > _MOST_VALUES:

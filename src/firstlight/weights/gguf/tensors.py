@@ -1,8 +1,9 @@
 """Map the tensors of a GGUF file to Hugging Face tensors and back.
 
-`tensor_rules` yields the rules. `writer` applies them, and `reader` reverses them. Names and
-layouts are those that llama.cpp expects (ggml-org/llama.cpp `convert_hf_to_gguf.py`). In the
-functions below, `theirs` is a prefix of GGUF names and `ours` a prefix of Hugging Face names.
+`tensor_rules` yields one conversion rule for each tensor. The module `writer` applies the rules,
+and the module `reader` reverses them. The names and layouts are those that llama.cpp expects. Their
+source is ggml-org/llama.cpp `convert_hf_to_gguf.py`. In the functions below, `theirs` is a prefix
+of GGUF names, and `ours` is a prefix of Hugging Face names.
 """
 
 from __future__ import annotations
@@ -31,30 +32,36 @@ Change = Literal[
 
 @dataclass(frozen=True)
 class TensorRule:
-    """Rule for one tensor in a GGUF file, which is built from one or more Hugging Face tensors.
+    """Rule for converting one or more Hugging Face tensors to one tensor in a GGUF file.
 
     Attributes:
-        gguf: name in the file.
+        gguf: name of the tensor in the GGUF file.
         sources: names of the Hugging Face tensors. If there are several, such as those of all
             experts, they are stacked in this order.
         shape: shape of each source tensor.
-        change: transformation from source to file:
+        change: how the source tensors are transformed for the file:
 
-            - "none": no change;
-            - "transposed": the last two dimensions are swapped;
-            - "rotary": the rows of each head are reordered from rotary pairs (i, i + D/2) to pairs
-              (2i, 2i + 1);
-            - "interleaved": the rows, which contain q, k and v of each head in turn, are reordered
-              to all q, all k and all v;
-            - "one_plus": 1 is added to a norm's weight (Hugging Face's class adds it in `forward`);
-            - "negative_exp": the source x is replaced with -exp(x);
-            - "by_head": the shape changes from [H x N, ...] to [H, N, ...];
-            - "by_head_transposed": same as "by_head", and the last two dimensions are swapped.
-        heads: number of attention heads in the rows; 0 if `change` does not depend on it.
+            - "none": The tensor is stored unchanged.
+            - "transposed": The last two dimensions are swapped.
+            - "rotary": The rows of each head are reordered. RoPE rotates rows (i, i + D/2) as a
+              pair in the source, and rows (2i, 2i + 1) in the file.
+            - "interleaved": The source contains q, k and v of the first head, then those of the
+              second head, and so on. In the file, all rows of q come first, followed by all rows of
+              k and all rows of v.
+            - "one_plus": 1 is added to the weight of a norm. Hugging Face's class adds 1 in
+              `forward` instead.
+            - "negative_exp": Every element x is replaced with -exp(x).
+            - "by_head": The shape changes from [H x N, ...] to [H, N, ...], where H is the number
+              of heads.
+            - "by_head_transposed": The shape changes as with "by_head", and the last two dimensions
+              are then swapped.
+        heads: number of attention heads in the tensor. 0 if `change` does not depend on the number
+            of heads.
         stacked: True if the sources are stacked along an additional first dimension.
-        taken: indices of the source's slices that the file's tensor contains; () means all slices.
-        axis: dimension of the source that `taken` indexes.
-        dropped: dimension of size 1 that the file's tensor omits, or None.
+        taken: indices of the slices of the source tensor that are stored in the file. If it is (),
+            all slices are stored.
+        axis: dimension of the source tensor that `taken` indexes.
+        dropped: dimension of size 1 that is removed from the tensor in the file, or None.
     """
 
     gguf: str
@@ -95,8 +102,8 @@ class TensorRule:
         return len(self.gguf_shape) == 1 or self.gguf.endswith(small_tables)
 
     def to_gguf(self, source: Tensor) -> Tensor:
-        """Convert one source tensor, of shape `shape`, to the file's layout. If `stacked` is True,
-        the result is this source's part of the file's tensor.
+        """Convert one source tensor of shape `shape` to the layout used in the file. If `stacked`
+        is True, the result is one slice of the stacked tensor in the file.
         """
         if self.taken:
             source = source.index_select(self.axis, torch.tensor(self.taken))
@@ -117,14 +124,14 @@ class TensorRule:
         return (source if self.dropped is None else source.squeeze(self.dropped)).contiguous()
 
     def put_into(self, tensors: MutableMapping[str, Tensor], source: str, stored: Tensor) -> None:
-        """Convert a tensor from the file, and add it to `tensors`.
+        """Convert a tensor from the GGUF file to Hugging Face's layout, and add it to `tensors`.
 
         Args:
             tensors: the Hugging Face tensors, modified in place.
-            source: name of the Hugging Face tensor. If the rule has `taken`, only those slices are
-                set.
-            stored: the file's tensor or, if `stacked` is True, the part of it that belongs to this
-                source.
+            source: name of the Hugging Face tensor. If `taken` is not empty, only the slices listed
+                there are set.
+            stored: the tensor in the file. If `stacked` is True, only the slice of it that was
+                converted from `source`.
         """
         values = self.from_gguf(stored)
         if not self.taken:
@@ -134,7 +141,9 @@ class TensorRule:
         whole.index_copy_(self.axis, torch.tensor(self.taken), values)
 
     def from_gguf(self, stored: Tensor) -> Tensor:
-        """Invert `to_gguf`. Return the source tensor, or only its slices in `taken`."""
+        """Undo the transformation of `to_gguf`. Return the source tensor, or only its slices in
+        `taken` if `taken` is not empty.
+        """
         if self.change == "transposed":
             return stored.mT.contiguous()
         if self.change in ("by_head", "by_head_transposed"):
@@ -152,11 +161,11 @@ class TensorRule:
 
 
 def tensor_rules(model: Any) -> Iterator[TensorRule]:
-    """Yield a rule for each tensor of a model, in file order. There are no rules for rotary
-    factors.
+    """Yield a rule for each tensor of a model, in the order of the file. The factors for the rotary
+    frequencies have no rules.
 
     Args:
-        model: the model's config.
+        model: config of the model.
     """
     names = FAMILIES[model.model_type].model
     embedding, table = f"{names.embedding_name}.weight", (model.vocab_size, model.hidden_size)
@@ -174,7 +183,7 @@ def tensor_rules(model: Any) -> Iterator[TensorRule]:
 
 
 def _layer_rules(model: Any, layer: int, theirs: str, ours: str) -> Iterator[TensorRule]:
-    """Yield the rules for a layer. `layer` is its zero-based number."""
+    """Yield the rules for a layer. Layers are numbered from 0."""
     kind = model.family.gguf.layer
     if kind == "named":
         yield from _named_rules(model, theirs, ours)
@@ -205,7 +214,9 @@ def _layer_rules(model: Any, layer: int, theirs: str, ours: str) -> Iterator[Ten
 
 
 def _norm_rules(model: Any, theirs: str, ours: str, size: int = 0) -> Iterator[TensorRule]:
-    """Yield the rules for a norm over `size` elements; 0 means hidden_size."""
+    """Yield the rules for a norm over `size` elements. If `size` is 0, the norm is over hidden_size
+    elements.
+    """
     kind: Change = "one_plus" if model.family.norm_kind == "one_plus" else "none"
     sizes = (size or model.hidden_size,)
     yield TensorRule(f"{theirs}.weight", (f"{ours}.weight",), sizes, kind)
@@ -214,8 +225,8 @@ def _norm_rules(model: Any, theirs: str, ours: str, size: int = 0) -> Iterator[T
 
 
 def _named_rules(model: Any, theirs: str, ours: str) -> Iterator[TensorRule]:
-    """Yield the rules for a layer in which all modules have biases. `GGUFSpec.block` lists the
-    modules.
+    """Yield the rules for a layer in which all modules have biases. The modules are listed in
+    `GGUFSpec.block`.
     """
     C = model.hidden_size
     F = model.intermediate_size
@@ -238,7 +249,7 @@ def _named_rules(model: Any, theirs: str, ours: str) -> Iterator[TensorRule]:
 
 
 def _block_rules(model: Any, theirs: str, ours: str) -> Iterator[TensorRule]:
-    """Yield the rules for a layer of the Llama-like families."""
+    """Yield the rules for a layer of a Llama-like model."""
     spec = model.family
     norms = spec.norms
     for word, name in (
@@ -269,7 +280,8 @@ def _attention_rules(model: Any, theirs: str, ours: str) -> Iterator[TensorRule]
         rows = sum(counts.values()) * D
         yield TensorRule(f"{theirs}attn_qkv.weight", (f"{ours}qkv_proj.weight",), (rows, C))
         counts = {}
-    # Qwen3-Next's q_proj also computes a gate for each head's output, so it has twice the rows.
+    # In Qwen3-Next, q_proj also computes a gate for the output of each head, so it has twice as
+    # many rows.
     wide = 2 if spec.gguf.layer == "delta" else 1
     for letter, heads in counts.items():
         change: Change = "rotary" if spec.gguf.rotates_pairs and letter != "v" else "none"
@@ -290,7 +302,7 @@ def _attention_rules(model: Any, theirs: str, ours: str) -> Iterator[TensorRule]
 def _head_norm_rules(
     model: Any, theirs: str, ours: str, letter: str, *, heads: int
 ) -> Iterator[TensorRule]:
-    """Yield the rules for the norm of the queries or keys, if the model has such a norm."""
+    """Yield the rules for the norm of the queries or of the keys, if the model has such a norm."""
     D = model.head_dim
     if model.qk_norm == "own":
         names = tuple(f"{ours}{letter}_layernorm.norms.{head}.weight" for head in range(heads))
@@ -328,8 +340,8 @@ def _expert_rules(model: Any, names: ExpertNames, theirs: str, ours: str) -> Ite
 
 
 def _two_norm_rules(model: Any, theirs: str, ours: str, second: str) -> Iterator[TensorRule]:
-    """Yield the rules for the norms before attention and before the MLP. `second` is llama.cpp's
-    name for the norm before the MLP.
+    """Yield the rules for the two norms of a layer, before attention and before the MLP. `second`
+    is the name that llama.cpp uses for the norm before the MLP.
     """
     yield from _norm_rules(model, f"{theirs}attn_norm", f"{ours}input_layernorm")
     yield from _norm_rules(model, theirs + second, f"{ours}post_attention_layernorm")
@@ -338,9 +350,9 @@ def _two_norm_rules(model: Any, theirs: str, ours: str, second: str) -> Iterator
 def _latent_rules(model: Any, theirs: str, ours: str) -> Iterator[TensorRule]:
     """Yield the rules for multi-head latent attention.
 
-    The rows of kv_b_proj belong alternately to the key and the value of each head, so kv_b_proj is
-    split into a key tensor and a value tensor. H is the number of heads, L the rank of the KV
-    latent and Q the rank of the query latent.
+    kv_b_proj contains the key rows and then the value rows of each head in turn. It is split into a
+    tensor for the keys and a tensor for the values. In the code, H is the number of heads, L is the
+    rank of the KV latent, and Q is the rank of the query latent.
     """
     C = model.hidden_size
     H = model.num_attention_heads
@@ -374,8 +386,8 @@ def _latent_rules(model: Any, theirs: str, ours: str) -> Iterator[TensorRule]:
 
 
 def _shared_expert_rules(model: Any, theirs: str, ours: str, shared: str) -> Iterator[TensorRule]:
-    """Yield the rules for a layer's routed experts and for its shared experts. The shared experts
-    form a single MLP.
+    """Yield the rules for the routed experts and the shared experts of a layer. The shared experts
+    are combined into a single MLP.
     """
     if model.family.experts is not None:
         yield from _expert_rules(model, model.family.experts, theirs, ours)
@@ -416,9 +428,10 @@ def _biased_expert_rules(model: Any, theirs: str, ours: str) -> Iterator[TensorR
 def _delta_rules(model: Any, theirs: str, ours: str) -> Iterator[TensorRule]:
     """Yield the rules for Qwen3-Next's linear attention.
 
-    The rows of in_proj_qkvz contain the queries, keys, values and gates of each key head in turn.
-    They are split into two tensors. The first contains all queries, then all keys, then all values;
-    the second contains all gates. There are G key heads of size D and H value heads of size E.
+    in_proj_qkvz contains the queries, keys, values and gates of each key head in turn. Its rows are
+    divided between two tensors in the file. The first tensor contains all queries, followed by all
+    keys and all values. The second tensor contains all gates. In the code, G is the number of key
+    heads, D is their size, H is the number of value heads, and E is their size.
     """
     C = model.hidden_size
     G = model.linear_num_key_heads

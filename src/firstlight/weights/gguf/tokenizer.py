@@ -1,8 +1,11 @@
-"""Read and write tokenizers in GGUF files. `describe_tokenizer` converts a tokenizer to llama.cpp's
-metadata, and `read_tokenizer` builds a tokenizer from this metadata.
+"""Read and write tokenizers in GGUF files.
 
-A GGUF file does not contain the patterns that split text, only a name for them. llama.cpp supports
-a fixed list of names (`PRE_TOKENIZERS`), so a tokenizer with any other patterns can't be written.
+`describe_tokenizer` converts a tokenizer to the GGUF metadata that llama.cpp reads.
+`read_tokenizer` builds a tokenizer from such metadata.
+
+A GGUF file does not contain the regular expressions with which a byte-level tokenizer splits text,
+but only a name for them. llama.cpp supports a fixed list of names, which are collected in
+`PRE_TOKENIZERS`. A tokenizer with any other regular expressions can't be stored in a GGUF file.
 """
 
 from __future__ import annotations
@@ -27,20 +30,21 @@ from firstlight.tokenizer.parts import byte_level_split, prepend_bos, require_sh
 
 @dataclass(frozen=True)
 class PreTokenizer:
-    """Patterns with which llama.cpp splits text into pieces. The tokens of each piece are merged
-    separately.
+    """Regular expressions with which llama.cpp splits text before BPE merges the tokens of each
+    piece.
 
     Attributes:
-        names: values of tokenizer.ggml.pre for these patterns, separated by spaces. The first one
-            is written to files.
-        patterns: regular expressions in the form returned by `_canonical`. Each pattern splits the
-            pieces that the previous pattern produced. Text between two matches is also a piece.
-        whole_pieces: True if a piece that is itself a token becomes this token without any merging,
-            as with `ignore_merges` in Hugging Face's BPE.
-        adds_bos: True if a "bos" token is added at the beginning of text, unless the file specifies
-            otherwise.
-        note: note for the user about text for which llama.cpp's version of the patterns gives
-            different ids, or None.
+        names: values of tokenizer.ggml.pre that select these patterns, separated by spaces. The
+            first name is the one that is written to GGUF files.
+        patterns: the regular expressions, in the form returned by `_canonical`. Each pattern splits
+            the pieces that the previous pattern produced. Both the matches and the text between
+            them become pieces.
+        whole_pieces: True if a piece that is in the vocabulary becomes a single token without any
+            merging, like with `ignore_merges` in Hugging Face's BPE.
+        adds_bos: True if llama.cpp adds a "bos" token at the beginning of text by default. GGUF
+            files can override this default.
+        note: note for the user if llama.cpp's version of the patterns produces different ids for
+            some text, otherwise None.
     """
 
     names: str
@@ -88,8 +92,8 @@ _DEEPSEEK3_WORDS = (
 )
 _BLOOM_WORDS = r" ?[^(\s|[.,!?" + "\u2026\u3002\uff0c\u3001\u0964\u06d4\u060c])]+"
 
-#: Pre-tokenizers of llama.cpp (`src/llama-vocab.cpp`, November 2026), except for those that can't
-#: be expressed as patterns.
+#: Pre-tokenizers of llama.cpp, except for those that can't be expressed as regular expressions.
+#: Source: `src/llama-vocab.cpp`, November 2026.
 PRE_TOKENIZERS = (
     PreTokenizer(
         "gpt-2 phi-2 jina-es jina-de jina-v2-es jina-v2-de gigachat a.x-4.0 mellum modern-bert "
@@ -140,7 +144,8 @@ PRE_TOKENIZERS = (
             r"\s?[!-/:-~" + "\uff01-\uff0f\uff1a-\uff5e\u2018-\u201f\u3000-\u3002]+",
             r"\s+$",
             _DEEPSEEK_CJK,
-            # llama.cpp uses \p{N}+, which is equivalent if no token contains two digits.
+            # llama.cpp uses the pattern \p{N}+ here, which is equivalent if no token contains two
+            # digits.
             r"\p{N}",
         ),
         note=_OTHER_SPACES,
@@ -172,8 +177,8 @@ PRE_TOKENIZERS = (
     PreTokenizer("falcon", (r"[\p{P}\$\+<=>\^~\|`]+", GPT2_PATTERN, "[0-9][0-9][0-9]")),
     PreTokenizer("default", (r"[\p{P}\$\+<=>\^~\|]+", GPT2_PATTERN, r"\p{N}+", "[0-9][0-9][0-9]")),
 )
-#: Parts of patterns that can be written in several ways. Each alternative is mapped to the form
-#: used above.
+#: Parts of regular expressions that can be written in several ways. Each alternative is mapped to
+#: the form used in `PRE_TOKENIZERS`.
 _SPELLINGS = {
     "\r": r"\r",
     "\n": r"\n",
@@ -190,13 +195,13 @@ _SPELLINGS = {
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
 
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-F]{2}>")
-#: Character that represents a space in Llama 2's tokens, and the normalizer steps that insert this
-#: character.
+#: Character that represents a space in the tokens of Llama 2, and the normalizer steps that insert
+#: it.
 _SPACE = "\u2581"
 _PREPEND = {"type": "Prepend", "prepend": _SPACE}
 _REPLACE = {"type": "Replace", "pattern": {"String": " "}, "content": _SPACE}
-#: Gemma's pre-tokenizer, which splits at spaces. It has no effect, because the normalizer has
-#: already replaced all spaces.
+#: Gemma's pre-tokenizer, which splits text at spaces. It has no effect, because Gemma's normalizer
+#: has already replaced all spaces.
 _NO_SPLIT = {
     "type": "Split",
     "pattern": {"String": " "},
@@ -216,14 +221,14 @@ class GGUFTokenizer:
         types: values of tokenizer.ggml.token_type for all tokens, in id order.
         scores: scores of all tokens, in id order, or None for "gpt2". llama.cpp first merges the
             two adjacent tokens whose combined token has the highest score.
-        merges: merges in order, each in the form "left right", or None for "llama".
+        merges: BPE merges in order of priority, each in the form "left right", or None for "llama".
         special_ids: ids of the special tokens, keyed by role. "bos" and "eos" begin and end a
-            document. "unknown", "padding", "eot" and "eom" are optional. "eot" and "eom" also end a
-            generation.
+            document. "unknown", "padding", "eot" and "eom" are optional. Generation also ends at
+            "eot" and "eom".
         add_bos: True if a prompt begins with the "bos" token.
         add_space_prefix: True if a space is added at the beginning of text.
         chat_template: the Jinja chat template, or None.
-        notes: messages to the user about text for which llama.cpp gives different ids.
+        notes: messages to the user about text for which llama.cpp produces different ids.
     """
 
     model: str
@@ -251,17 +256,16 @@ def describe_tokenizer(
     - BPE with byte fallback (Llama 2) becomes the "llama" kind, which consists of tokens and
       scores.
 
-    Ids that have no token, within the vocabulary or after its end, become unused tokens
-    `[PAD<id>]`.
+    If an id below `vocab_size` has no token, a placeholder token `[PAD<id>]` is added for it.
 
     Args:
         tokenizer: the tokenizer.
         vocab_size: number of rows of the model's embedding.
-        ends: ids of tokens that end a generation. GGUF can store two of them in addition to the
-            end-of-text token.
+        ends: ids of the tokens at which generation ends. GGUF can store two of them in addition to
+            the end-of-text token.
 
     Raises:
-        TokenizerError: llama.cpp would give different ids, or the tokenizer has more tokens than
+        TokenizerError: llama.cpp would produce different ids, or the tokenizer has more tokens than
             the model.
     """
     if tokenizer.vocab_size > vocab_size:
@@ -284,7 +288,8 @@ def describe_tokenizer(
             raise _refused(f"its token '{content}' strips white space or requires word boundaries")
     tokens = _tokens(tokenizer, vocab_size)
     types = _types(tokens, added, model)
-    # If "bos" or "eos" were missing, llama.cpp would use an ordinary token instead.
+    # Always specify "bos" and "eos". If they were missing, llama.cpp would use ordinary tokens in
+    # their place.
     bos = tokenizer.separator_id
     eos = bos if tokenizer.eos_token_id is None else tokenizer.eos_token_id
     unknown = model.get("unk_token") or tokenizer.config.get("unk_token")
@@ -305,7 +310,7 @@ def describe_tokenizer(
         prefix, notes = _space_prefix(state)
         scores = _scores(tokens, types, model)
         # llama.cpp looks for user-defined tokens, such as Gemma's runs of spaces, in the original
-        # text. They must therefore contain plain spaces.
+        # text. User-defined tokens must therefore be stored with plain spaces.
         found = tuple(
             token.replace(_SPACE, " ") if kind == USER_DEFINED else token
             for token, kind in zip(tokens, types, strict=True)
@@ -326,9 +331,7 @@ def _refused(reason: str) -> TokenizerError:
 
 
 def _tokens(tokenizer: Tokenizer, vocab_size: int) -> tuple[str, ...]:
-    """Return the text of every token, in id order. For an id without a token, the text is
-    `[PAD<id>]`.
-    """
+    """Return the text of all tokens, in id order. Ids without a token have the text `[PAD<id>]`."""
     vocabulary = tokenizer.backend.get_vocab(with_added_tokens=True)
     by_id = {index: token for token, index in vocabulary.items()}
     tokens = tuple(by_id.get(index, f"[PAD{index}]") for index in range(vocab_size))
@@ -358,8 +361,8 @@ def _types(
 
 
 def _pairs(model: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Return the merges as pairs (left, right). Older tokenizer.json files store them as "left
-    right".
+    """Return the merges as pairs (left, right). In older tokenizer.json files, each merge is a
+    string of the form "left right".
     """
     pairs = [pair.split(" ", 1) if isinstance(pair, str) else pair for pair in model["merges"]]
     return [(left, right) for left, right in pairs]
@@ -410,8 +413,8 @@ def _patterns(stage: Mapping[str, Any]) -> tuple[str, ...]:
     patterns = []
     for step in splits:
         pattern = _canonical(str(step.get("pattern", {}).get("Regex", "")))
-        # Tokenizers created from tiktoken's files remove the text between matches. Patterns with
-        # this ending leave no gaps between matches, so nothing is removed.
+        # Tokenizers converted from tiktoken discard the text between matches. Patterns with this
+        # ending match all of the text, so nothing is discarded.
         mode = step.get("behavior"), step.get("invert")
         kept = mode == ("Isolated", False) or (
             mode == ("Removed", True) and pattern.endswith(r"|\s+(?!\S)|\s+")
@@ -433,9 +436,9 @@ def _canonical(pattern: str) -> str:
 
 
 def _require_reachable(model: Mapping[str, Any], added: Mapping[str, Any]) -> None:
-    """Reject a vocabulary that contains a token that merging can't produce from the token's text.
-    The ids of such text would depend on `ignore_merges`, which this tokenizer and llama.cpp set
-    differently.
+    """Reject a tokenizer if its vocabulary contains a token that BPE can't produce from the token's
+    own text. Such text would be encoded differently with and without `ignore_merges`, and
+    llama.cpp's setting differs from that of the tokenizer.
     """
     bpe = models.BPE(vocab=model["vocab"], merges=_pairs(model), ignore_merges=False)
     for token in model["vocab"]:
@@ -444,10 +447,10 @@ def _require_reachable(model: Mapping[str, Any], added: Mapping[str, Any]) -> No
 
 
 def _space_prefix(state: Mapping[str, Any]) -> tuple[bool, tuple[str, ...]]:
-    """Determine whether a tokenizer with byte fallback adds a space at the beginning of text.
+    """Check whether a tokenizer with byte fallback adds a space at the beginning of text.
 
     Returns:
-        True if the tokenizer adds a space, and notes for the user.
+        A bool that is True if the tokenizer adds a space, and notes for the user.
 
     Raises:
         TokenizerError: the tokenizer handles spaces differently from Llama 2's tokenizer.
@@ -473,23 +476,25 @@ def _space_prefix(state: Mapping[str, Any]) -> tuple[bool, tuple[str, ...]]:
 def _scores(
     tokens: Sequence[str], types: Sequence[int], model: Mapping[str, Any]
 ) -> tuple[float, ...]:
-    """Return a score for each token, in id order. With these scores, llama.cpp merges in the same
-    order as the BPE.
+    """Return a score for each token, in id order. With these scores, llama.cpp applies merges in
+    the same order as BPE.
 
     llama.cpp merges any two adjacent tokens whose combined text is a token. It starts with the
-    highest score and, among equal scores, with the leftmost pair. This gives the same ids as the
-    BPE under two conditions:
+    highest score and, among equal scores, with the leftmost pair. The resulting ids are the same as
+    those of BPE under two conditions:
 
-    - every pair of tokens whose combined text is a token is a merge of the BPE;
-    - all merges into the same token are adjacent in the list of merges.
+    - Whenever the combined text of two tokens is a token, the list of BPE merges contains this
+      pair.
+    - All merges that produce the same token are adjacent in the list of merges.
 
-    The score of a token is then the negative of the rank of its first merge. Tokens that consist
-    only of spaces are exempt from the second condition, because Llama 2's merges of spaces are
-    interleaved. Such tokens share a score if their merges overlap.
+    The score of a token is then the negative of the rank of its first merge. The second condition
+    does not apply to tokens that consist only of spaces, because Llama 2's list alternates between
+    merges that produce different numbers of spaces. Tokens whose merges overlap in this way get the
+    same score.
 
-    Before merging, both algorithms extract user-defined tokens from the text. Runs of spaces are
-    the exception: the BPE produces them by merging, so the merges into runs of spaces must come
-    first.
+    Before they merge tokens, both llama.cpp and the tokenizer extract user-defined tokens from the
+    text. Runs of spaces are an exception, because the tokenizer produces them by merging. The
+    merges that produce them must therefore come first in the list.
 
     Raises:
         TokenizerError: a condition is not met, or a byte token is missing.
@@ -529,15 +534,16 @@ def _scores(
 
 # Reading
 
-#: Pattern that matches `[PAD<id>]`, the placeholder for an id without a token.
+#: Regular expression for `[PAD<id>]`, the placeholder for an id without a token.
 _UNUSED_TOKEN = re.compile(r"\[PAD(\d+)\]")
-#: llama.cpp's default ids for the "llama" kind, used if a file does not specify them.
+#: Ids that llama.cpp uses for the special tokens of a "llama" tokenizer if the file does not
+#: specify them.
 _LLAMA_IDS = {"bos": 1, "eos": 2, "unknown": 0}
 
 
 def read_tokenizer(metadata: Mapping[str, Any]) -> Tokenizer | None:
-    """Build a tokenizer from a GGUF file's metadata. It produces the same ids as llama.cpp. Return
-    None if the file does not contain a tokenizer.
+    """Build the tokenizer described by the metadata of a GGUF file, or return None if the file does
+    not contain a tokenizer. The tokenizer produces the same ids as llama.cpp.
 
     Raises:
         TokenizerError: the vocabulary is damaged, or its kind is not supported.
@@ -571,7 +577,7 @@ def read_tokenizer(metadata: Mapping[str, Any]) -> Tokenizer | None:
         backend, adds_bos = _pieces(values, types, vocabulary, named), True
     special, ordinary = [], []
     for token, index in vocabulary.items():
-        # The padding token can be an ordinary token, such as "!".
+        # In some tokenizers, the padding token is an ordinary token such as "!".
         is_named = token in (named.get(name) for name in ("bos", "eos", "unknown"))
         if is_named or types[index] in (CONTROL, UNKNOWN):
             special.append(AddedToken(token, special=True, normalized=False))
@@ -597,7 +603,7 @@ def read_tokenizer(metadata: Mapping[str, Any]) -> Tokenizer | None:
 
 
 def _is_used(token: Any, index: int) -> bool:
-    """Return True if an id has a token.
+    """Return False if the token is a placeholder for an id without a token, and True otherwise.
 
     Raises:
         TokenizerError: the token is not a string.
@@ -618,7 +624,8 @@ def _byte_level(
         vocabulary: ids, keyed by token.
 
     Returns:
-        The tokenizer, and True if text begins with "bos" by default.
+        The tokenizer, and a bool that is True if a "bos" token is added at the beginning of text by
+        default.
     """
     pre, merges = values.get("pre", "default"), values.get("merges")
     split = next((one for one in PRE_TOKENIZERS if pre in one.names.split()), None)
@@ -659,7 +666,8 @@ def _pieces(
         values: entries of the metadata, without the prefix tokenizer.ggml.
         types: values of tokenizer.ggml.token_type for all tokens, in id order.
         vocabulary: ids, keyed by token.
-        named: text of each of the tokens "bos", "eos", "unknown" and "padding" that exists.
+        named: text of the special tokens, keyed by their roles: "bos", "eos", "unknown" and
+            "padding". Roles without a token are omitted.
     """
     scores: Any = values.get("scores")
     is_complete = isinstance(scores, list) and len(scores) == len(types)

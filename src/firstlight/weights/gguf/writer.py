@@ -1,4 +1,5 @@
-"""Write GGUF files, the format of llama.cpp and of programs based on it.
+"""Write models to GGUF files. GGUF is the file format of llama.cpp and of programs that are based
+on it.
 
 A file consists of these parts:
 
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
 
 GGUFDtype = Literal["f32", "f16", "bf16", "q8_0"]
 
-#: Value of general.file_type for each format, from llama.cpp's `llama_ftype`.
+#: Value of general.file_type for each format, as defined in llama.cpp's `llama_ftype`.
 _FILE_TYPES: dict[GGUFDtype, int] = {"f32": 0, "f16": 1, "q8_0": 7, "bf16": 32}
 
 #: Number of weights that share a scale in q8_0.
@@ -54,27 +55,30 @@ def write_gguf(
     name: str = "",
     generation: Mapping[str, Any] = MappingProxyType({}),
 ) -> None:
-    """Write a model as a single GGUF file. This needs about twice the memory of the model's largest
-    tensor.
+    """Write a model to a single GGUF file.
+
+    Writing takes about twice as much memory as the largest tensor of the model.
 
     Args:
-        path: path of the file; an existing file is replaced once the new one is complete.
+        path: path of the file. An existing file is replaced once the new file is complete.
         config: content of Hugging Face's config.json.
-        tensors: tensors, keyed by Hugging Face name; a tied head may be absent. Each tensor is
-            looked up twice and is not kept in memory in between, so the mapping can read it from a
-            file each time.
-        tokenizer: tokenizer of the model; None writes a file without a vocabulary.
-        dtype: format of matrices. Vectors, routers, convolutions and learned positions are always
-            f32. With q8_0, matrices whose row length is not a multiple of 32 are stored in f16.
-        name: name of the model for other programs (general.name).
-        generation: content of generation_config.json, whose sampling settings and end tokens are
-            written.
+        tensors: tensors, keyed by Hugging Face name. A tied output head can be omitted. Each tensor
+            is looked up twice and is not kept in memory in between, so the mapping can read tensors
+            from a file on demand.
+        tokenizer: tokenizer of the model. None to write a file without a vocabulary.
+        dtype: format in which matrices are stored. Vectors, routers, convolutions and learned
+            position embeddings are always stored in f32. With "q8_0", matrices whose row length is
+            not a multiple of 32 are stored in f16.
+        name: name of the model, which is stored as general.name and shown by other programs.
+        generation: content of generation_config.json. Its sampling settings and the ids of its
+            end-of-text tokens are written to the file.
 
     Raises:
         ModelError: llama.cpp does not support the model; a tensor is missing, unexpected, not
             finite or has the wrong shape; or a number is too large for the format. Small
-            differences in llama.cpp's computation are not errors; `gguf_notes` reports them.
-        TokenizerError: llama.cpp would give ids that differ from the tokenizer's.
+            differences between llama.cpp's computation and the model's are not errors. They are
+            reported by `gguf_notes`.
+        TokenizerError: llama.cpp would produce ids that differ from those of the tokenizer.
         MissingDependencyError: the gguf package is not installed.
         StorageError: the file can't be written, for example because the disk is full.
     """
@@ -102,7 +106,7 @@ def write_gguf(
         _add_tensor_info(writer, rule.gguf, rule.gguf_shape, _type_of(rule, dtype))
     with replacing(path) as file:
         file.write(_header(writer))
-        # Pad with zeros to the next multiple of the alignment, both here and after each tensor.
+        # Pad the header, and later each tensor, with zeros to the next multiple of the alignment.
         file.write(bytes(-file.size % writer.data_alignment))
         for values in factors.values():
             file.write(values.numpy().tobytes())
@@ -114,7 +118,7 @@ def write_gguf(
 
 
 def _loadable_name(name: str, tokenizer: GGUFTokenizer | None) -> str:
-    """Return a version of the model's name with which llama.cpp can load the file.
+    """Return the model's name, changed if necessary so that llama.cpp can load the file.
 
     If the name contains "phi3" or "phi-3", llama.cpp requires the special tokens of Phi-3's
     tokenizer. With any other tokenizer, the name is changed to "phi 3".
@@ -126,8 +130,8 @@ def _loadable_name(name: str, tokenizer: GGUFTokenizer | None) -> str:
 
 
 def _header(writer: Any) -> bytes:
-    """Return the part of the file that precedes the tensors' data. It consists of the header, the
-    metadata, and the names and shapes of the tensors.
+    """Return the beginning of the file, before the data of the tensors. It consists of the header,
+    the metadata, and the names and shapes of the tensors.
     """
     # The gguf package can write only to files that it opens itself, so replace its file with a
     # buffer.
@@ -146,8 +150,8 @@ def gguf_notes(
     tokenizer: Tokenizer | None = None,
     generation: Mapping[str, Any] = MappingProxyType({}),
 ) -> list[str]:
-    """Return notes for the user about small differences between the model's results here and in
-    llama.cpp.
+    """Return notes for the user about small differences between the results of the model in
+    llama.cpp and its results in firstlight.
 
     Raises:
         ModelError: the model can't be converted to GGUF at all.
@@ -207,10 +211,11 @@ def import_gguf() -> Any:
 
 
 def _check_head(model: Any, tensors: Mapping[str, Tensor]) -> None:
-    """Check that the tensors match the config's `tie_word_embeddings`.
+    """Check that the tensors match the `tie_word_embeddings` setting of the config.
 
     Raises:
-        ModelError: an untied head is missing, or a tied head differs from the embedding.
+        ModelError: the weight of an untied output head is missing, or that of a tied output head
+            differs from the embedding.
     """
     family, tied = FAMILIES[model.model_type].model, model.tie_word_embeddings
     embedding, head = f"{family.embedding_name}.weight", family.head_file_name
@@ -233,7 +238,7 @@ def _check_tensors(model: Any, rules: list[TensorRule], tensors: Mapping[str, Te
 
     Raises:
         ModelError: a tensor is missing, unexpected, not finite, not floating point or has the wrong
-            shape; the message names it.
+            shape. The message names the tensor.
     """
     family = FAMILIES[model.model_type].model
     unused = family.head_file_name if model.tie_word_embeddings else None
@@ -279,8 +284,8 @@ def _stored_type(dtype: GGUFDtype) -> GGMLQuantizationType:
 
 
 def _type_of(rule: TensorRule, dtype: GGUFDtype) -> GGMLQuantizationType:
-    """Return the ggml type of a tensor in a file of format `dtype`. Some tensors have a different
-    format, as described for `write_gguf`.
+    """Return the ggml type in which a tensor is stored if the format of the file is `dtype`. Some
+    tensors are always stored in a different format, as described in `write_gguf`.
     """
     if rule.small:
         return _stored_type("f32")
@@ -294,7 +299,8 @@ def _add_tensor_info(
 ) -> None:
     import gguf
 
-    # Pass fp32, because gguf would interpret `shape` as a number of bytes if the dtype were uint8.
+    # Pass fp32 as the dtype. With uint8, the gguf package would interpret the last dimension of
+    # `shape` as a number of bytes.
     block, block_bytes = gguf.GGML_QUANT_SIZES[kind]
     size = int(np.prod(shape)) // block * block_bytes
     writer.add_tensor_info(name, shape, np.dtype(np.float32), size, raw_dtype=kind)
@@ -303,7 +309,7 @@ def _add_tensor_info(
 def _encoded(
     rule: TensorRule, tensors: Mapping[str, Tensor], kind: GGMLQuantizationType
 ) -> Iterator[NDArray[Any]]:
-    """Yield the bytes of a tensor as one numpy array per source.
+    """Yield the bytes of a tensor in the file, as one numpy array per source tensor.
 
     Args:
         rule: rule for the tensor.
