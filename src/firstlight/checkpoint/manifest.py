@@ -80,10 +80,10 @@ class Saved:
     run_id: str | None = None
 
     def leaves_behind(self, other: Saved) -> bool:
-        """Return True if this checkpoint shows that `other` is part of a dead branch. This is the
-        case if `other` was saved before this checkpoint and one of two conditions is met. Either
-        `other` was saved after the checkpoint from which the run continued to this one, or the step
-        of `other` is not lower than the step of this checkpoint.
+        """Return True if this checkpoint shows that `other` is on an abandoned branch of the run.
+        In this case, `other` was saved before this checkpoint, and it was either saved after the
+        checkpoint from which the run was resumed, or it has the same or a later step than this
+        checkpoint.
         """
         return other.sequence < self.sequence and (
             other.sequence > self.parent or other.step >= self.step

@@ -441,9 +441,7 @@ class ShardedSaver(BackgroundSaver):
         return self._asynchronous
 
     def _snapshot(self, shards: _Shards) -> _Shards:
-        """Copy the tensors of shards, so that later training steps do not change them. Return the
-        copies.
-        """
+        """Return copies of the shards' tensors, which later training steps do not change."""
         copies = self._copies.take(
             {f"{kind} {n}": p.tensor for kind, part in shards.items() for n, p in part.items()}
         )

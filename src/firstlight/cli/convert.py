@@ -47,8 +47,9 @@ def convert_command(source: str, out: Path, as_json: bool, **options: Any) -> di
     """Convert a model, and verify that the result matches the source.
 
     SRC is a run, a checkpoint, a Hugging Face model folder, a GGUF file, a hub id or another
-    program's checkpoint. Supported checkpoints are files of nanoGPT, LLMs-from-scratch and
-    torchtune, and folders of OpenAI's GPT-2 (TensorFlow), Meta's Llama, litgpt and nanochat. The
+    program's checkpoint. Supported are checkpoint files from nanoGPT, LLMs-from-scratch and
+    torchtune, and checkpoint folders from OpenAI's GPT-2 (TensorFlow), Meta's Llama, litgpt and
+    nanochat. The
     result is read back and compared with the source. The comparison includes all tensors, the
     logits on a fixed prompt, and a fixed conversation rendered with the chat template. If there is
     a difference, --out is not written.

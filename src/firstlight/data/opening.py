@@ -184,8 +184,9 @@ def _iconv_name(encoding: str) -> str:
 
 
 def _known(name: str) -> str | None:
-    """Return Python's name for a declared encoding, or None if it is unknown. Also return None for
-    ASCII and the UTF encodings: the text is not valid UTF-8, so the declaration is wrong.
+    """Return the name of Python's codec for a declared encoding, or None if it is unknown. This is
+    only called for text that is not valid UTF-8. A declaration of ASCII or a UTF encoding must be
+    wrong, so the result is also None.
     """
     try:
         found = codecs.lookup(name).name

@@ -72,8 +72,8 @@ def resolve_precision(config: EfficiencyConfig, hardware: Hardware) -> torch.dty
 
 
 def dtype_of(precision: str) -> torch.dtype:
-    """Return the dtype of matrix products for a precision of `EfficiencyConfig` other than
-    "auto"."""
+    """Return the dtype of matrix products for the given `EfficiencyConfig.precision`, which must
+    not be "auto"."""
     return {
         "fp32": torch.float32,
         # tf32 is not a dtype, but a mode for multiplying fp32 tensors.

@@ -224,8 +224,8 @@ class LlamaBlock(nn.Module):
 
 
 class LlamaDecoder(nn.Module):
-    """The embedding, the layers and the final norm. This module is called `model` in Hugging Face's
-    class."""
+    """The embedding, the layers and the final norm. Hugging Face's model classes call
+    this module `model`."""
 
     def __init__(
         self, config: DecoderConfig, padded_vocab_size: int, block: type[LlamaBlock]

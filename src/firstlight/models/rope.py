@@ -227,7 +227,7 @@ def _llama3_frequencies(frequencies: Tensor, scaling: Llama3Rope) -> Tensor:
     longest = scaling.original_max_position_embeddings / scaling.low_freq_factor
     shortest = scaling.original_max_position_embeddings / scaling.high_freq_factor
     stretched = frequencies / scaling.factor
-    # The share of the unchanged frequency increases from 0 at the wavelength `longest` to 1 at the
+    # The weight of the unscaled frequency increases from 0 at the wavelength `longest` to 1 at the
     # wavelength `shortest`.
     kept_share = (
         scaling.original_max_position_embeddings / wavelengths - scaling.low_freq_factor

@@ -93,9 +93,8 @@ def make_cautious(optimizer: torch.optim.AdamW) -> None:
     """Replace the weight decay of torch's AdamW with `decay_cautiously`. This works for all
     implementations of AdamW (fused, foreach and for-loop).
 
-    As in torch, the decay is applied before the step. Only the sign of the update is needed. It is
-    the sign of the first moment after the first moment has been updated with the gradient of this
-    step.
+    As in torch, the decay is applied before the step. Only the sign of the update is needed. It
+    equals the sign of the first moment after the gradient of this step has been added to it.
     """
     for group in optimizer.param_groups:
         group["cautious_weight_decay"], group["weight_decay"] = group["weight_decay"], 0.0

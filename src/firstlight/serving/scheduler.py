@@ -265,7 +265,7 @@ class Scheduler:
             if len(joining) == 1:
                 self.failure = error
                 return [Update(joining[0], error=error)]
-            # Compute the prompts one at a time, so that an error affects only the sequence that
+            # Process the prompts one at a time, so that an error affects only the sequence that
             # caused it.
             updates: list[Update] = []
             for sequence in joining:

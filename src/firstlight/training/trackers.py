@@ -320,8 +320,8 @@ def _leaves(config: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, 
 
 
 class TrackioTracker:
-    """trackio run in trackio's local store (TRACKIO_DIR, by default in Hugging Face's cache), or on
-    the server given by TRACKIO_SPACE_ID or TRACKIO_SERVER_URL.
+    """A trackio run. It is stored locally in TRACKIO_DIR, which defaults to a folder in Hugging
+    Face's cache, or on the server given by TRACKIO_SPACE_ID or TRACKIO_SERVER_URL.
     """
 
     is_mirror = False

@@ -37,8 +37,8 @@ _COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
 #: Value of `death` for a storage that is alive at the end of the trace.
 ALIVE = 2**62
 
-#: Numbers that are returned when code reads a number from a fake tensor, which has no data. The key
-#: is True for floating-point dtypes and False for all other dtypes. The numbers are small and
+#: Placeholder values returned when code reads a scalar from a fake tensor, which has no data. The
+#: key is True for floating-point dtypes and False for all other dtypes. The values are small and
 #: finite.
 _READ_VALUES = {True: 0.5, False: 1}
 
