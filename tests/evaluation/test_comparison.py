@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import json
 import math
+import shutil
 import tracemalloc
 from pathlib import Path
 from typing import Any
@@ -374,6 +375,18 @@ def test_compare_without_texts_uses_validation_text_of_runs(
     # `evaluate` also counts the end of each document, and continues rows across documents.
     expected = evaluate(run.checkpoint).bits_per_byte
     assert found.texts[0].after.value == pytest.approx(expected, rel=0.1)
+
+
+def test_compare_runs_on_copies_of_same_data_lists_validation_text_once(
+    recipe: dict[str, Any], data: Path, tmp_path: Path
+) -> None:
+    runs = []
+    for name in ("one", "two"):
+        shutil.copytree(data, tmp_path / name / "data")
+        recipe["run"]["dir"] = str(tmp_path / name / "run")
+        recipe["data"]["dir"] = str(tmp_path / name / "data")
+        runs.append(train(recipe | {"schedule": {"max_steps": 1}}).checkpoint)
+    assert [one.name for one in compare(*runs).texts] == [str(tmp_path / "one" / "data")]
 
 
 def test_compare_prepared_folder_equals_its_texts(

@@ -295,7 +295,11 @@ def compare(
     documents = {name: documents_of(name) for name in map(str, _listed(texts))}
     models = loaded_for_evaluation(before, device), loaded_for_evaluation(after, device)
     if on_texts and not documents:
-        documents = {name: documents_of(name) for name in _held_out(models)}
+        for name in _held_out(models):
+            held_out = documents_of(name)
+            # Two runs on the same texts hold out the same documents.
+            if held_out not in documents.values():
+                documents[name] = held_out
     rows: dict[str, list[Row]] = {}
     for name, own in documents.items():
         found = rows_of(name, own, models, seq_len)
