@@ -139,8 +139,8 @@ def _plan(recipe: Recipe, hardware: Hardware, init_from: str | None) -> dict[str
 def planned_elsewhere(
     recipe: Recipe, hardware: Hardware, tell: Callable[[str], None], init_from: str | None = None
 ) -> Recipe:
-    """Call `planned_recipe` in a separate process, so that memory that planning does not free is
-    not counted as memory of the run.
+    """Call `planned_recipe` in a separate process, so that memory left allocated by planning is not
+    counted as memory of the run.
 
     Args:
         recipe, hardware, tell, init_from: arguments of `planned_recipe`.
