@@ -417,8 +417,8 @@ def run_name(inputs: Sequence[str]) -> str:
 
 
 def _base_folder(request: Request, run_dir: str | Path | None) -> tuple[Path, bool]:
-    """Return the first candidate for the run folder, followed by True if the user has set the
-    folder and False otherwise."""
+    """Return the first candidate for the run folder, and whether the user has set the folder
+    explicitly."""
     given = run_dir or request.fixed.get("run.dir")
     return Path(given or Path("runs") / run_name(request.inputs)).expanduser(), bool(given)
 
