@@ -160,7 +160,7 @@ def require_replaceable(page: Path, picture: Path | None = None, *, option: str 
 
     Args:
         page, picture: paths of the page and the picture; `picture` is None if there is no picture.
-        option: name of the option with the page's path.
+        option: name of the command-line option that sets the page's path, for the error messages.
     """
     if page.suffix.lower() not in (".html", ".htm"):
         also = "" if picture is None else ": the picture gets the same name with .png"
