@@ -677,7 +677,7 @@ class _Offloaded:
     on_device: Tensor | None = None
 
 
-#: Hardware that is assumed for the traced program, a CPU with 1 PiB of memory and bf16 support.
+#: Hardware that is assumed for the traced program: a CPU with 1 PiB of memory and bf16 support.
 PLANNED = Hardware(torch.device("cpu"), "a planned device", 2**50, bf16=True)
 
 #: Values of `efficiency.attention` that select a GPU kernel, which is traced with `CudaKernels`.

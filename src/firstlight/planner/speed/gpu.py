@@ -115,8 +115,8 @@ def is_free(operator: Operator) -> bool:
 
 
 def kind_of(operator: Operator) -> Kind:
-    """Return the kind of operator under which the time of this operator is counted. Operators that
-    do not launch a kernel also have a kind."""
+    """Return the kind under which this operator's time is counted. Every operator has a kind, even
+    if it does not launch a kernel."""
     name = operator.base_name
     if operator.name.startswith(("c10d", "_c10d_functional")):
         return "communication"

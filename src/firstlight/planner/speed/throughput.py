@@ -611,7 +611,7 @@ def time_step(recipe: ResolvedRecipe, hardware: Hardware, seconds: float = SECON
         passes, update = _timed(recipe, hardware, timed_rows, seconds)
         return StepTime(share * passes, update, peak, of_rows)
     # Models of two depths are timed, and the difference between their times is the time of the
-    # additional layers. This is the number of layers of the deeper model.
+    # additional layers. `deep` is the number of layers of the deeper model.
     deep = next(
         (n for n in range(depth, least, -1) if expected(timed_rows, n) <= seconds / 2), least + 1
     )
