@@ -291,7 +291,7 @@ def place_of_run(
 
 def facts_of_files(request: Request) -> dict[str, list[int]]:
     """Return the size in bytes and the modification time in nanoseconds of each text file, keyed by
-    file name. The validation files come first, followed by the training files, up to a maximum
+    path. The validation files come first, followed by the training files, up to a maximum
     number of files. A later call uses these values to find out which files have changed.
     """
     inputs = [*request.val_inputs, *request.inputs]
