@@ -186,7 +186,7 @@ def _best_of_all(
     for shape in shapes:
         try:
             candidates.append(_candidate(shape, text, machine, length, fixed=fixed))
-        except ConfigError as error:  # tokens per step not a multiple of seq_len
+        except ConfigError as error:  # the tokens per step are not a multiple of seq_len
             problem = problem or error
     if problem is not None and not candidates:
         raise problem
@@ -416,7 +416,7 @@ def _advice(
         best: chosen model and its run.
         text: facts about the text.
         with_text: function that receives facts about a different text. It returns the model that
-            would be chosen for a run of the same length on the different text.
+            would be chosen for a run of the same length on that text.
         within: length of the run, described in words.
         keeps_vocabulary: True to keep the vocabulary size for the longer text.
     """
@@ -481,8 +481,8 @@ def head_count(width: int, fixed: Mapping[str, Any]) -> int:
     """Return the number of attention heads for a width (hidden_size).
 
     Raises:
-        ConfigError: the user set a width but no number of heads, and the width is not a multiple of
-            the head dimension.
+        ConfigError: the user set a width but not the number of heads, and the width is not a
+            multiple of the head dimension.
     """
     if given := fixed.get(HEADS[0]):
         return int(given)

@@ -154,9 +154,8 @@ class HeldOut:
         digests: hashes of the documents that are held out. None if the ends of all documents are
             held out instead of whole documents.
         fraction: held-out fraction of the text.
-        whole: if the ends of documents are held out, hashes of the exceptions, which are used for
-            training in full. Their ends are not held out because a similar document may contain the
-            same text.
+        whole: if the ends of documents are held out, hashes of the documents that are nevertheless
+            used for training in full, because a similar document may contain the same text.
         similar: number of held-out documents that are similar to an earlier held-out document.
         left_out: hashes of documents that are excluded from training, because they are similar to
             validation documents given by the user.

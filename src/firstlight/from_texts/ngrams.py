@@ -167,7 +167,7 @@ def ngram_bits(train: _Codes, test: _Codes, context: int) -> list[float]:
 
 
 def _shifted(numbers: np.ndarray[tuple[int], np.dtype[np.int64]]) -> _Codes:
-    """Shift the numbers of contexts by one character. Each character gets the number of the
-    previous character. The first character gets a number that is larger than all others."""
+    """Shift an array of context numbers by one character. Each character gets the number of the
+    previous character, and the first character gets a number that is larger than all others."""
     first = np.full(1, (1 << _BITS) - 1, np.uint64)
     return np.concatenate([first, numbers[:-1].astype(np.uint64)])

@@ -482,8 +482,8 @@ class RunFacts:
         every = max(math.ceil(self.steps / parts.evaluations), 1)
         reason = f"{parts.evaluations} evaluations in the run"
         if parts.evaluations == 1:
-            # The interval is much longer than the run. There is then no evaluation before the end,
-            # even if the run has more steps than expected.
+            # The interval is much longer than the run, so that there is no evaluation before the
+            # end even if the run has more steps than expected.
             every, reason = 10 * self.steps, "only before the first and after the last step"
         yield Choice("evaluation.every_steps", every, reason)
         if parts.rows * self.seq_len >= held_out_tokens:

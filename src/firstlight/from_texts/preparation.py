@@ -82,8 +82,8 @@ def prepared_texts(texts: Preparation, call: RunCall) -> Path:
             continue
         with held(folder / f".{DATA_FOLDER}.lock", "preparing the same texts", call.progress):
             data, state = folder / DATA_FOLDER, read_state(folder)
-            # After a call was killed, the state may contain its `data_key` although the folder
-            # still contains older shards.
+            # If an earlier call was killed, the state may contain that call's `data_key` even
+            # though the folder still contains older shards.
             is_complete = state.get("prepared_key") == texts.key
             if is_complete and (data / "manifest.json").is_file():
                 call.tell(f"reusing the tokenizer and shards of {data}")
@@ -144,7 +144,7 @@ def train_tokenizer_on(
 ) -> Tokenizer:
     """Train a tokenizer on the text without the held-out part.
 
-    If the tokenizer was also trained on the held-out text, it would have tokens for the names and
+    If the tokenizer were also trained on the held-out text, it would have tokens for the names and
     rare words in the held-out text. It would then encode the held-out text with fewer tokens than
     other text.
 

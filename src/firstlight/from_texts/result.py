@@ -171,9 +171,9 @@ def _held_out_share(folder: Path, tokens: int, kind: str | None) -> float:
 
 
 def first_words(prompts: Iterable[str]) -> str:
-    """Return words for a prompt in a command line. They are the beginning of the first line that
-    looks like natural language, and consist only of letters and spaces. Return "" if no line looks
-    like natural language.
+    """Return a short prompt for use in a command. It is the beginning of the first line that looks
+    like natural language, and consists only of letters and spaces. Return "" if no line looks like
+    natural language.
     """
     for line in itertools.chain.from_iterable(map(str.splitlines, prompts)):
         # Skip quotation marks, list markers and similar characters.

@@ -34,8 +34,8 @@ Ask = Callable[[RunPlan], float]
 
 
 class Work(Protocol):
-    """Interface for performing the work that the user has requested. `NewModel` trains a new model,
-    and `FineTuning` fine-tunes an existing model.
+    """Interface for carrying out the user's request. `NewModel` trains a new model, and
+    `FineTuning` fine-tunes an existing model.
 
     Attributes:
         content_key: hash of the inputs' content.

@@ -290,9 +290,9 @@ def place_of_run(
 
 
 def facts_of_files(request: Request) -> dict[str, list[int]]:
-    """Return the size in bytes and the modification time in nanoseconds of the text files, keyed by
-    name. The validation files come first, followed by the training files, up to a maximum number of
-    files. A later call uses these values to find out which files have changed.
+    """Return the size in bytes and the modification time in nanoseconds of each text file, keyed by
+    path. The validation files come first, followed by the training files, up to a maximum
+    number of files. A later call uses these values to find out which files have changed.
     """
     inputs = [*request.val_inputs, *request.inputs]
     try:
@@ -417,8 +417,8 @@ def run_name(inputs: Sequence[str]) -> str:
 
 
 def _base_folder(request: Request, run_dir: str | Path | None) -> tuple[Path, bool]:
-    """Return the first candidate for the run folder, followed by True if the user has set the
-    folder and False otherwise."""
+    """Return the first candidate for the run folder, and whether the user has set the folder
+    explicitly."""
     given = run_dir or request.fixed.get("run.dir")
     return Path(given or Path("runs") / run_name(request.inputs)).expanduser(), bool(given)
 

@@ -549,7 +549,7 @@ def conversations_in(
 
     Args:
         inputs: files, folders, globs, "stdlib" or "hf:NAME[:CONFIG[:SPLIT]]".
-        text_key: name of the field that contains the text in records of text.
+        text_key: field that holds the text in JSONL lines, tables and datasets.
         datasets: True to also check datasets on the Hugging Face hub.
     """
     found: dict[str, DataSource] = {}
@@ -570,7 +570,8 @@ def conversations_in(
 
 def require_texts(inputs: Sequence[str], text_key: str = "text") -> None:
     """Reject inputs that are mostly conversations or preference pairs, because a new model can't be
-    trained on them. `text_key` is the name of the field that contains the text in records of text.
+    trained on them. `text_key` is the field that holds the text in JSONL lines, tables and
+    datasets.
 
     Raises:
         InputError: most of the inputs' bytes are conversations or preference pairs.

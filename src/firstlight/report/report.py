@@ -160,7 +160,7 @@ def require_replaceable(page: Path, picture: Path | None = None, *, option: str 
 
     Args:
         page, picture: paths of the page and the picture; `picture` is None if there is no picture.
-        option: name of the option with the page's path.
+        option: name of the command-line option that sets the page's path, for the error messages.
     """
     if page.suffix.lower() not in (".html", ".htm"):
         also = "" if picture is None else ": the picture gets the same name with .png"
@@ -722,8 +722,7 @@ def shortened(text: str) -> str:
 
 # Pictures
 
-#: Heights in inches: first of a chart beside the loss chart, then of a title, and then of a line in
-#: a sample.
+#: Heights in inches of a chart beside the loss chart, of a title, and of a line in a sample.
 _CHART_INCHES = 2.6
 _TITLE_INCHES = 0.4
 _LINE_INCHES = 0.14
@@ -849,7 +848,7 @@ def write_model_comparison(comparison: ModelComparison, path: Path) -> None:
     """
 
     def strength(segment: Segment) -> int:
-        # The intensity of the colour is the difference in bits.
+        # The intensity of the colour is the difference in bits, rounded and limited to 4.
         return min(round(abs(segment.after - segment.before)), 4)
 
     write_file(path, _page("models.html", {"found": comparison, "strength": strength}))

@@ -35,8 +35,8 @@ _FALL = 0.003
 #: Number of losses from which a median is computed. Medians are used because the loss of a single
 #: batch is noisy.
 _WINDOW = 10
-#: Minimum numbers of steps after the warm-up. The first number applies before a loss above the loss
-#: of guessing is reported, and the second applies before a loss that never fell is reported.
+#: Minimum number of steps after the warm-up before a problem is reported. _FEWEST applies to a loss
+#: above the loss of guessing, and _FEWEST_TO_FALL to a loss that has never fallen.
 _FEWEST, _FEWEST_TO_FALL = 10, 15
 #: A loss is reported early if it exceeds both the loss of guessing and the first loss by the factor
 #: _FAR_ABOVE, and if at least _FEWEST_FAR_ABOVE losses have been logged.

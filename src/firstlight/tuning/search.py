@@ -431,7 +431,7 @@ def _result(folder: Path, study: Study, lines: Sequence[Mapping[str, Any]]) -> T
 def _best_recipe(folder: Path, study: Study, best: Mapping[str, Any], count: int) -> str:
     """Return the recipe of the full run with the best values, as YAML text.
 
-    Its run.dir is a folder inside the folder of the study, because the original run.dir may already
+    Its run.dir is a folder inside the study's folder, because the original run.dir may already
     contain a run.
     """
     # The first trial used the unchanged recipe. Keys that the recipe does not set must therefore
@@ -490,8 +490,8 @@ def ask_trial(
         curves: curves of complete trials.
     """
     if place.exists():
-        # This folder was left behind by a call that was killed. If the process of its trial is
-        # still running, the process fails once the folder is removed.
+        # This folder was left behind by a call that was killed. If the trial's process is still
+        # running, it fails once the folder is removed.
         remove_folder(place)
     make_folder(place.parent)
     request = {

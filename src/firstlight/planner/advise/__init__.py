@@ -1,2 +1,2 @@
-"""Choose a model and the length of its run for a budget. `plan --budget` and `train TEXTS` use this
+"""Choose a model and a run length that fit a budget. `plan --budget` and `train TEXTS` use this
 package."""

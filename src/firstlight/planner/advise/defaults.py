@@ -252,7 +252,7 @@ PAIR_MULTIPLE, PAIR_EPOCHS = 0.05, 3.0
 #: Number of steps in a short fine-tuning run, and maximum number of tokens per step.
 TUNING_STEPS, MOST_TUNING_BATCH = 200, 32_768
 #: Rows are long enough for the longest conversation if it has at most LONGEST_ROW tokens.
-#: Otherwise, at least this fraction of the conversations must fit in a row.
+#: Otherwise, USUAL_SHARE is the minimum fraction of the conversations that must fit in a row.
 USUAL_SHARE, LONGEST_ROW = 0.99, 2048
 
 # Learning rates

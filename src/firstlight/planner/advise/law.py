@@ -1,5 +1,5 @@
-"""Compute the expected loss with a scaling law, and define the facts about the machine, the text
-and the model on which the choice of a model is based."""
+"""Compute the expected loss with a scaling law, and define the classes that describe the machine,
+the text and the model when a model is chosen."""
 
 from __future__ import annotations
 

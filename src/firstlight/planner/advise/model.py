@@ -209,7 +209,7 @@ class Suggestion:
 
 
 def usual_text(vocab_size: int, tokens: float | None) -> TextFacts:
-    """Return facts about a text if only its number of tokens is known.
+    """Return facts about a text of which only the number of tokens is known.
 
     Args:
         vocab_size: vocabulary size of the tokenizer.
@@ -245,7 +245,7 @@ def suggest(
         text: facts about the text.
         seq_len: sequence length in tokens.
         seconds, tokens: budget as time or as tokens; exactly one of them is set.
-        epochs: maximum number of passes over the text with a time budget; None for
+        epochs: maximum number of passes over the text if there is a time budget; None for
             `defaults.MOST_EPOCHS`.
         modes: function that receives a model and returns the compilation modes to choose from,
             including no compilation.

@@ -63,7 +63,8 @@ class Operator:
 
 @dataclass(frozen=True)
 class OperatorCount:
-    """An operator and its number of identical calls, from which the speed is predicted.
+    """An operator and the number of identical calls to it. The speed is predicted from these
+    counts.
 
     Attributes:
         operator: the operator with its shapes and phase.
@@ -107,8 +108,8 @@ _MORE_FLOPS: dict[Any, Callable[..., int]] = {
         (getattr(_aten, f"_scaled_dot_product_{name}") for name in _FUSED),
         lambda q, k, v, *_: _products(q, k) * (k.shape[3] + v.shape[3]),
     ),
-    # There are five products. One recomputes the scores. The forward pass has two products, and the
-    # other four products compute the gradients of their factors.
+    # The backward pass has five products. One recomputes the scores, and the other four compute the
+    # gradients of the factors of the two products in the forward pass.
     **dict.fromkeys(
         (getattr(_aten, f"_scaled_dot_product_{name}_backward") for name in _FUSED),
         lambda _, q, k, v, *__: _products(q, k) * (3 * k.shape[3] + 2 * v.shape[3]),
@@ -257,10 +258,10 @@ def blockwise_bytes(operator: Operator) -> int:
 def attention_bytes(operator: Operator, target: Target) -> int:
     """Return the bytes that torch's flash attention for CPUs allocates.
 
-    Each thread allocates a block of scores, the sums of the block and the result of the block, all
-    in fp32. In half precision, it also allocates the rounded scores. If the kernel uses AMX tiles,
-    it packs all keys in pairs of columns and all values in pairs of rows, and each thread also
-    allocates a transposed block.
+    Each thread allocates a block of scores, the sums of these scores and the output for the block,
+    all in fp32. In half precision, it also allocates a copy of the scores in that precision. If the
+    kernel uses AMX tiles, it packs all keys in pairs of columns and all values in pairs of rows,
+    and each thread also allocates a transposed block.
     """
     (batch, heads, length, head), dtype = operator.inputs[0]
     _, kept, total, _ = operator.inputs[1][0]
@@ -287,7 +288,8 @@ def attention_backward_bytes(operator: Operator, target: Target) -> int:
 
     Each thread allocates a block of scores and a block of their gradients. If the incoming gradient
     must be copied into a different layout, the copy is also counted. In half precision, the result
-    also includes the rounded blocks and the copies made by oneDNN, whose size is approximate.
+    also includes copies of both blocks in that precision and an approximate size for the copies
+    that oneDNN makes.
     """
     (_, dtype), (shape, _), (keys, _) = operator.inputs[:3]
     queries = _query_block(shape[2])
@@ -353,7 +355,7 @@ def _laid_out_bytes(
 
 
 def _laid_out_in_tiles_bytes(sizes: tuple[int, int, int], transposed: bool, threads: int) -> int:
-    """Return an upper bound on the bytes that a matrix product in tiles (AMX) allocates, based on
+    """Return an upper bound on the bytes that a matrix product with AMX tiles allocates, based on
     measurements with one and two threads.
 
     Each thread copies its part of the second factor into a different layout. If the first factor is

@@ -147,7 +147,7 @@ def _counted(trace: Trace, first: int) -> tuple[OperatorCount, ...]:
 
 
 class Timeline:
-    """Number of bytes in memory at each tick of a trace, for each part of memory.
+    """Memory in use at each tick of a trace, in total and for each name in `PARTS`.
 
     Args:
         trace: a finished trace.
@@ -380,8 +380,8 @@ def reserved_bytes(lifetimes: Iterable[tuple[int, int, int]]) -> int:
     for number, (size, birth, death) in enumerate(lifetimes):
         if size:
             events += [(birth, 1, number, size), (death + 1, 0, number, size)]
-    # The second value sorts the storages that are freed at the end of a tick (0) before the
-    # storages that are allocated at the next tick (1).
+    # Because of the second value, storages that are freed at the end of a tick (0) are sorted
+    # before storages that are allocated at the next tick (1).
     blocks: dict[int, _Block] = {}
     for _, makes, number, size in sorted(events):
         if makes:

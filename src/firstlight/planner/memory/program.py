@@ -455,7 +455,7 @@ def _nothing(*_: object) -> None:
 
 @contextlib.contextmanager
 def fake_tensors() -> Iterator[None]:
-    """Create all tensors as fake tensors, which have no memory, inside the context. See also
+    """Inside the context, create all tensors as fake tensors, which have no memory. See also
     `tables_put_back`."""
     # Real tensors are allowed in the context, for example tables that a library created earlier.
     with tables_put_back(), FakeTensorMode(allow_non_fake_inputs=True):
@@ -593,7 +593,7 @@ class _TracedOptimizer:
 
     def accumulate(self) -> None:
         """Replace the gradients of the weights with the gradients of the master weights, and mark
-        the gradients before and after; see `Optimizer.accumulate`."""
+        both sets of gradients; see `Optimizer.accumulate`."""
         self._tracer.mark((p.grad for p in self._weights), "gradients")
         self._optimizer.accumulate()
         self._tracer.mark((m.grad for m in self._masters), "gradients")
@@ -677,7 +677,7 @@ class _Offloaded:
     on_device: Tensor | None = None
 
 
-#: Hardware that is assumed for the traced program, a CPU with 1 PiB of memory and bf16 support.
+#: Hardware that is assumed for the traced program: a CPU with 1 PiB of memory and bf16 support.
 PLANNED = Hardware(torch.device("cpu"), "a planned device", 2**50, bf16=True)
 
 #: Values of `efficiency.attention` that select a GPU kernel, which is traced with `CudaKernels`.

@@ -1,5 +1,5 @@
-"""Compute the memory use of one process in a distributed run from the memory use of a single
-process.
+"""Compute the memory use of one process in a distributed run from the memory use of a
+single-process run.
 
 The traced process does not communicate. The effects of DDP, FSDP2 and DeepSpeed are computed from
 the parts of its memory, such as weights and gradients. For DDP and FSDP2, tests compare the results
@@ -84,7 +84,7 @@ def of_one_rank(
 
 
 def _of_the_host(recipe: ResolvedRecipe, processes: int) -> Iterator[str]:
-    """If all processes together need much CPU memory at the start of a run, yield a note about
+    """If all processes together need a lot of CPU memory at the start of a run, yield a note about
     it."""
     # The weights are created in fp32. Each stage of a pipeline creates only its own layers.
     own = 4 * count_parameters(meta_model(recipe.model)).total / recipe.distributed.pipeline
@@ -429,8 +429,7 @@ def own_part(recipe: ResolvedRecipe, processes: int) -> ResolvedRecipe:
 
 
 def why_not_cut(model: ModelConfig, cut: DistributedConfig) -> Iterator[str]:
-    """Yield the reasons why a model can't be divided among processes as configured, as
-    sentences."""
+    """Yield sentences that explain why a model can't be divided among processes as configured."""
     if cut.tensor_parallel > 1:
         yield from unshardable(model, cut.tensor_parallel)
     if cut.pipeline > 1:
@@ -467,7 +466,7 @@ def is_put_together_in_bf16(recipe: ResolvedRecipe, processes: int) -> bool:
 
 def copies_of(recipe: Recipe, processes: int) -> int:
     """Return the number of copies of the model. Each copy is distributed over a group of processes,
-    which share the same part of the batch.
+    all of which process the same part of the batch.
 
     Raises:
         ConfigError: the processes can't be divided into full groups.
@@ -533,7 +532,7 @@ def _share_elsewhere(
     Args:
         part: the recipe returned by `own_part`.
         pieces: number of shards into which the head and the embedding are divided; 0 if this
-            process does not store any of them.
+            process stores neither of them.
         head: True if the head is sharded.
         table: True if the embedding is sharded. If the embedding is tied to the head, the shared
             weight is counted once.

@@ -429,10 +429,10 @@ _FEW = 2
 #: layer was up to 7% too high.
 _FEW_COMPILED = {"none": 1, "selective": 2, "budget": 2, "full": 3}
 
-#: Minimum number of layers of a fully compiled model with blockwise attention, which allocates much
-#: memory internally. Inductor does not take this memory into account. In a layer that is both first
-#: and last, it also orders the surrounding operators differently. A prediction with one layer was
-#: 3% too low.
+#: Minimum number of layers of a fully compiled model with blockwise attention, which allocates a
+#: lot of memory internally. Inductor does not take this memory into account. In a layer that is
+#: both first and last, it also orders the surrounding operators differently. A prediction with one
+#: layer was 3% too low.
 _FEW_BLOCKWISE = 2
 
 #: Phases that do not run compiled code.
@@ -476,9 +476,10 @@ def few_compiled_layers(
         recipe: the resolved recipe.
 
     Returns:
-        A recipe with few layers, the same recipe with one more layer, and the number of layers that
-        the original recipe has in addition to the first one. The result is None if the layers are
-        not alike, or if the original recipe does not have more layers than the second recipe.
+        A recipe with few layers, the same recipe with one more layer, and the difference between
+        the number of layers in the original recipe and in the first of these recipes. None if the
+        layers are not alike, or if the original recipe does not have more layers than the second
+        recipe.
     """
     depth = recipe.model.num_hidden_layers
     few = _FEW_COMPILED[recipe.efficiency.activation_checkpointing]
@@ -704,8 +705,8 @@ def at_depth(
 def _longer_lists(
     entry: OperatorCount, few: Sequence[OperatorCount], steps: int
 ) -> list[OperatorCount]:
-    """Return the operators that represent a list operator in the additional layers of a deeper
-    model. There is one call per additional layer, on the tensors of that layer."""
+    """Return the calls that a deeper model adds for an operator on tensor lists. There is one call
+    per additional layer, on the tensors of that layer."""
     one = entry.operator
     like = [e.operator for e in few if (e.operator.name, e.operator.phase) == (one.name, one.phase)]
     lists = LISTS.get(one.base_name, 1)

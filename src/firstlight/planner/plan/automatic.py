@@ -101,9 +101,8 @@ def advice(recipe: ResolvedRecipe, hardware: Hardware, processes: int) -> str | 
     good = [one for one in tried if one.training is not None]
     if not good:
         return text
-    # If the recipe fits in memory according to its estimate although the run ran out of memory,
-    # less memory is available than was reported. In this case, suggest the change that saves the
-    # most memory.
+    # If the run ran out of memory even though the estimate predicted that it would fit, less memory
+    # is available than was reported. In this case, suggest the change that saves the most memory.
     fitting = [] if first.fits else [one for one in good if one.fits]
     best = max(fitting, key=_rate) if fitting else min(good, key=lambda one: one.needed_bytes)
     (option,) = (f"{key} {value}" for key, value in best.changes.items())
@@ -139,8 +138,8 @@ def _plan(recipe: Recipe, hardware: Hardware, init_from: str | None) -> dict[str
 def planned_elsewhere(
     recipe: Recipe, hardware: Hardware, tell: Callable[[str], None], init_from: str | None = None
 ) -> Recipe:
-    """Call `planned_recipe` in a separate process, so that memory that planning does not free is
-    not counted as memory of the run.
+    """Call `planned_recipe` in a separate process, so that memory left allocated by planning is not
+    counted as memory of the run.
 
     Args:
         recipe, hardware, tell, init_from: arguments of `planned_recipe`.

@@ -251,8 +251,8 @@ def _is_timed(machine: Machine) -> bool:
 
 
 def _is_offloaded(recipe: ResolvedRecipe) -> bool:
-    """Return True if a run with one process does not keep its weights and optimizer state on the
-    device. Its steps can't be timed, because timed steps keep them on the device."""
+    """Return True if a single-process run does not keep its weights and optimizer state on the
+    device. The steps of such a run can't be timed, because timing keeps both on the device."""
     engine = named_engine(recipe.distributed)
     return engine.updates_itself or recipe.distributed.offload != "none"
 
@@ -845,7 +845,7 @@ def _rate(one: Estimate) -> float:
 def nearest_estimates(
     recipe: ResolvedRecipe, machine: Machine, estimator: Estimator | None = None
 ) -> list[Estimate]:
-    """Return alternatives that fit in memory, for a recipe for which no candidate fits. The
+    """If no candidate for a recipe fits in memory, return alternatives that would fit. The
     alternatives are LoRA, LoRA with 4-bit weights, offloading to the CPU, and more devices. All of
     them use a micro-batch of one sequence and full activation checkpointing.
 

@@ -115,8 +115,8 @@ class Machine:
 
     @property
     def hardware(self) -> Hardware:
-        """Return the device for which the plan is made as a `Hardware` object, which the rest of
-        firstlight uses.
+        """Return the device for which the plan is made as a `Hardware` object, which is the type
+        that the rest of firstlight uses.
         """
         device = torch.device(self.target.kind)
         # If only the memory size of a GPU is known, its capability is set to None, so that no

@@ -419,8 +419,8 @@ def _for_budget(
 
 
 def largest_epochs(recipe: Recipe) -> float:
-    """Return the maximum number of passes over the text with a time budget. It is `schedule.epochs`
-    or, if this key is not set, `defaults.MOST_EPOCHS`."""
+    """Return the maximum number of passes over the text if there is a time budget. It is
+    `schedule.epochs` or, if this key is not set, `defaults.MOST_EPOCHS`."""
     return recipe.schedule.epochs or defaults.MOST_EPOCHS
 
 
@@ -579,8 +579,8 @@ def cost(seconds: float, budget: Budget, machine: Machine) -> float | None:
 # Matrix units read 16 bytes, or eight 16-bit numbers, at a time. Products with a dimension that is
 # not a multiple of 8 use slower kernels (NVIDIA, "Matrix Multiplication Background User's Guide").
 
-#: Number of 16-bit values that matrix units read at a time, and the number to whose multiples a
-#: vocabulary is padded.
+#: _PACKET is the number of 16-bit values that matrix units read at a time. Vocabularies are padded
+#: to a multiple of _VOCABULARY.
 _PACKET, _VOCABULARY = PACKET_BYTES // 2, 64
 
 #: Speed-up from aligned matrix products that is reported for GPUs that are not in this machine.
@@ -662,8 +662,9 @@ def alignment_warnings(
 def _measured_gain(
     device: torch.device, dtype: torch.dtype, inner: int, size: int, *, aligned: int
 ) -> float:
-    """Return how many times as long the matrix products of a linear layer take with size `size` as
-    with size `aligned`; see `_product_seconds`. The result is the median of several measurements.
+    """Return the duration of a linear layer's matrix products with size `size`, divided by their
+    duration with size `aligned`; see `_product_seconds`. The result is the median of several
+    measurements.
     """
     # With a large vocabulary, use fewer tokens to keep planning fast.
     fitting = int(_PRODUCT_SIZE / (inner * aligned)) // _PACKET * _PACKET

@@ -95,8 +95,8 @@ _PRECISIONS = {
 
 
 def precision_text(recipe: ResolvedRecipe) -> str:
-    """Describe the precision of a resolved recipe, with ", compiled" appended if the recipe
-    compiles."""
+    """Describe the precision of a resolved recipe. Append ", compiled" if the recipe enables
+    torch.compile."""
     name = recipe.efficiency.precision
     return f"{_PRECISIONS.get(name, name)}{', compiled' if recipe.efficiency.compile else ''}"
 
@@ -183,8 +183,8 @@ def method_rows(plan: Plan) -> Table:
 
 
 def changed_options(one: Estimate) -> dict[str, str]:
-    """Return the changes that an estimate makes to the recipe as options for `train`, which map
-    `section.key` to a value."""
+    """Return the changes that an estimate makes to the recipe. The result maps options of `train`,
+    which have the form `section.key`, to values."""
     found: dict[str, str] = {}
     for key in one.changes:
         value = _value(one, key)

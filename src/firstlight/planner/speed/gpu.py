@@ -22,9 +22,10 @@ inner dimension.
 For GPU types that were measured with `python -m benchmarks gpu`, these fractions are replaced by
 fitted constants (`measured_gpus.json`). So far, this is only the H100. All other types use the
 H100's constants, scaled by the fraction of the data sheet's rate that each type reaches in large
-products (`assumed_shares`). The order of two GPUs therefore depends on their data sheets, and not
-on which of them was measured. For types that were not measured, the ranges have the widths given
-above. They include two published speeds of GPT-2 124M in compiled bf16 on an A100 with 40 GB:
+products (`assumed_shares`). Which of two GPUs is predicted to be faster therefore depends on their
+data sheets, and not on which of them was measured. For types that were not measured, the ranges
+have the widths given above. These ranges contain two published speeds of GPT-2 124M in compiled
+bf16 on an A100 with 40 GB:
 
 - 135 ms for 12 x 1024 tokens (nanoGPT's README);
 - 115,000 tokens/s with 32 x 1024 tokens (karpathy/llm.c, pull request 323, PCIe).
@@ -114,8 +115,8 @@ def is_free(operator: Operator) -> bool:
 
 
 def kind_of(operator: Operator) -> Kind:
-    """Return the kind of operator under which the time of this operator is counted. Operators that
-    do not launch a kernel also have a kind."""
+    """Return the kind under which this operator's time is counted. Every operator has a kind, even
+    if it does not launch a kernel."""
     name = operator.base_name
     if operator.name.startswith(("c10d", "_c10d_functional")):
         return "communication"
@@ -388,8 +389,8 @@ _REACHED = {
 
 
 def reached_share(gpu: GPU) -> float:
-    """Return the fraction of the data sheet's 16-bit rate that a GPU reaches while it only computes
-    large matrix products.
+    """Return the fraction of the data sheet's 16-bit rate that a GPU sustains in large matrix
+    products.
 
     For GPUs without a published measurement, the fraction depends on the matrix units. In GeForce
     cards, these units have half the usual rate. The fraction is then 1, because the board supplies
@@ -404,7 +405,7 @@ def reached_share(gpu: GPU) -> float:
 
 
 def tile_share(product: MatrixProduct, units: int) -> float:
-    """Return the fraction of a GPU's peak rate that a matrix product can reach at most, given its
+    """Return the highest fraction of a GPU's peak rate that a matrix product can reach, given its
     partly filled tiles and idle multiprocessors.
 
     Args:

@@ -232,8 +232,7 @@ class SpeedPrediction:
 
 @dataclass
 class _Sums:
-    """Sums of the seconds in each phase, for each kind of operator and for each limiting
-    resource."""
+    """Total seconds in each phase, for each kind of operator and for each limiting resource."""
 
     phases: dict[str, Range] = field(default_factory=dict)
     kinds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(KINDS, 0.0))
@@ -359,7 +358,7 @@ def _on_gpu(
     if "optimizer" in launches:
         launches["optimizer"] += shares.update_launches * work.updates
     _add_launching(sums, launches, work, shares)
-    # Two int64 values are copied per token, which are its id and its label.
+    # Two int64 values are copied per token: its id and its label.
     copied = 16.0 * work.global_batch_tokens / work.exchange.processes / work.exchange.host_link
     sums.add("data", "data", Range.exact(copied))
     is_measured = shares.source != DEFAULT_SHARES.source
@@ -546,8 +545,8 @@ BUSY_TOKENS = {"cpu": 1024, "cuda": 16384}
 #: kind of device.
 _PARAMETER_SECONDS = {"cpu": 2e-8, "cuda": 1e-9}
 
-#: Maximum relative error of the step time, first if a full step was timed and then if the time was
-#: computed from smaller steps (docs/benchmarks/planner.md).
+#: Maximum relative error of the step time (docs/benchmarks/planner.md). _ERROR applies if a full
+#: step was timed, and _SCALED_ERROR if the time was computed from smaller steps.
 _ERROR = 0.15
 _SCALED_ERROR = 0.2
 
@@ -612,7 +611,7 @@ def time_step(recipe: ResolvedRecipe, hardware: Hardware, seconds: float = SECON
         passes, update = _timed(recipe, hardware, timed_rows, seconds)
         return StepTime(share * passes, update, peak, of_rows)
     # Models of two depths are timed, and the difference between their times is the time of the
-    # additional layers. This is the number of layers of the deeper model.
+    # additional layers. `deep` is the number of layers of the deeper model.
     deep = next(
         (n for n in range(depth, least, -1) if expected(timed_rows, n) <= seconds / 2), least + 1
     )
