@@ -68,9 +68,9 @@ class Compiling:
     launch_gain: float = 1.0
 
     def left_of(self, seconds: float) -> float:
-        """Return the time that is left for steps after compilation, out of `seconds`. The result is
-        at least a tenth of `seconds`, so that models can be compared even if compilation takes
-        longer than that.
+        """Return how many of the available `seconds` are left for training steps after compilation.
+        The result is at least a tenth of `seconds`, so that models can be compared even if
+        compilation takes longer than that.
         """
         return max(seconds - self.seconds, 0.1 * seconds, 0.0)
 
