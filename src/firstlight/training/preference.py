@@ -127,8 +127,8 @@ class PreferenceObjective:
         self._sums: Tensor | None = None
 
     def __call__(self, forward: Callable[..., Tensor]) -> LossFunction:
-        """Return a loss function that computes a scalar, which is the sum of the losses of all
-        pairs in a batch.
+        """Return a loss function that computes the sum of the losses of all pairs in a batch, as a
+        scalar.
 
         Args:
             forward: function that maps (input_ids, None, document_ids) to logits.

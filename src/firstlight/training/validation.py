@@ -290,8 +290,9 @@ def mixed_evaluation(
     """Combine the evaluations of the corpora in a mix.
 
     The loss is the mean of the corpora's losses weighted by `parts`, regardless of the sizes of
-    their splits. This is the expected loss of a token drawn from the mix, as in training. Bits per
-    byte are this loss, in bits, divided by the mean number of text bytes per token of the mix.
+    their splits. This is the expected loss of a token drawn from the mix, as in training. The bits
+    per byte are obtained by converting this loss to bits and dividing it by the mean number of text
+    bytes per token of the mix.
 
     Args:
         parts: weight of each corpus.
