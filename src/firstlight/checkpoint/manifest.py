@@ -97,9 +97,7 @@ def checkpoint_folder(run_folder: Path, step: int) -> Path:
 
 
 def step_of(folder: Path) -> int | None:
-    """Return the step in the name of a checkpoint folder, or None if it is not the name of a
-    checkpoint.
-    """
+    """Return the step in the name of a checkpoint folder, or None for any other name."""
     match = _STEP_FOLDER.fullmatch(folder.name)
     return int(match[1]) if match else None
 
