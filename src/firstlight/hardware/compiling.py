@@ -81,8 +81,8 @@ NOT_COMPILED = Compiling(False)
 def best_compile_mode(
     modes: Iterable[Compiling], seconds: Callable[[Compiling], float]
 ) -> Compiling:
-    """Return the compilation mode with the shortest total time. The total is the run time plus the
-    compile time multiplied by `_MARGIN`.
+    """Return the compilation mode with the shortest total time. The total is the run time plus
+    `_MARGIN` times the compile time.
 
     Args:
         modes: candidate modes, usually including `NOT_COMPILED`.
