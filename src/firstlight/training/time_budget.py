@@ -112,8 +112,8 @@ class LoopTimes:
             duration includes waits for data and logs.
         settled_steps: total number of settled steps.
         settled_seconds: total seconds of all settled steps.
-        seconds: seconds of the last occurrence of each part; parts that have not occurred are
-            absent.
+        seconds: duration in seconds of the last occurrence of each part; parts that have not
+            occurred are absent.
         write_seconds: seconds that a thread took to write the last checkpoint; 0 if training waits
             for the write.
     """

@@ -162,7 +162,7 @@ def _validate(run: Run, check: Callable[[], None]) -> None:
 def _take_validation(
     run: Run, found: Evaluation, by_corpus: Mapping[str, Evaluation]
 ) -> dict[str, float]:
-    """Set an evaluation as the run's latest evaluation, show it to the user, and return its
+    """Store an evaluation as the run's latest evaluation, show it to the user, and return its
     metrics.
 
     Args:
