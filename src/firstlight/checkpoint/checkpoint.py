@@ -159,8 +159,8 @@ def _write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> HashedFile:
 
 
 def _state_text(step: int, state: Mapping[str, Any]) -> str:
-    """Return the content of trainer_state.json. It is escaped to ASCII, because paths with
-    undecodable bytes (surrogate escapes) can't be encoded as UTF-8.
+    """Return the content of trainer_state.json. All non-ASCII characters are escaped, because paths
+    with undecodable bytes (surrogate escapes) can't be encoded as UTF-8.
     """
     try:
         return json.dumps(state, indent=2, allow_nan=False) + "\n"
@@ -265,9 +265,8 @@ def copy_checkpoint(folder: Path, run_folder: Path, run_id: str | None) -> None:
 
 
 def _weights_name(names: Container[str]) -> str:
-    """Return the name of the file that contains a checkpoint's weights. It is the name of an
-    adapter file if `names` includes an adapter config, and the name of a full model's file
-    otherwise.
+    """Return the name of the file that contains a checkpoint's weights. This is the adapter file if
+    `names` includes an adapter config, and the file of the full model otherwise.
     """
     return ADAPTER_WEIGHTS_NAME if ADAPTER_CONFIG_NAME in names else WEIGHTS_NAME
 
@@ -322,8 +321,8 @@ def load_trainer_state(folder: Path) -> dict[str, Any]:
 
 
 def saved_vocab_multiple(folder: Path, state: Mapping[str, Any]) -> int:
-    """Return the number N for a checkpoint whose vocabulary size is padded to a multiple of N.
-    Return 1 if the vocabulary is not padded.
+    """Return the number to a multiple of which a checkpoint's vocabulary size was padded. Return 1
+    if the vocabulary is not padded.
 
     Args:
         folder: the checkpoint's folder, for the error message.

@@ -45,7 +45,7 @@ RUN_NAME = "run.json"
 FORMAT = "firstlight-checkpoint"
 VERSION = 2
 
-#: End of the text of every JSON object that `json_text` formats.
+#: Characters with which `json_text` ends every JSON object.
 _END = "\n}\n"
 
 _STEP_FOLDER = re.compile(r"step-(\d{8,})(-replaced-[0-9a-f]{8})?", re.ASCII)
@@ -81,9 +81,10 @@ class Saved:
 
     def leaves_behind(self, other: Saved) -> bool:
         """Return True if this checkpoint shows that `other` is on an abandoned branch of the run.
-        In this case, `other` was saved before this checkpoint, and it was either saved after the
-        checkpoint from which the run was resumed, or it has the same or a later step than this
-        checkpoint.
+        `other` must have been saved before this checkpoint. It is on an abandoned branch if the run
+        then went back to a checkpoint that was saved before `other`, and continued from there to
+        this checkpoint. It is also on an abandoned branch if its step is the same as this
+        checkpoint's step or later.
         """
         return other.sequence < self.sequence and (
             other.sequence > self.parent or other.step >= self.step
@@ -96,9 +97,7 @@ def checkpoint_folder(run_folder: Path, step: int) -> Path:
 
 
 def step_of(folder: Path) -> int | None:
-    """Return the step in the name of a checkpoint folder, or None if it is not the name of a
-    checkpoint.
-    """
+    """Return the step in the name of a checkpoint folder, or None for any other name."""
     match = _STEP_FOLDER.fullmatch(folder.name)
     return int(match[1]) if match else None
 
@@ -397,8 +396,8 @@ def _write_text(path: Path, content: str) -> HashedFile:
 
 
 def own_past(found: Sequence[Saved]) -> list[Saved]:
-    """Return the checkpoints that have an undamaged manifest and do not belong to a dead branch.
-    Their order is unchanged.
+    """Return the checkpoints that have an undamaged manifest and do not belong to a dead branch, in
+    their original order.
 
     A checkpoint also belongs to a dead branch if a checkpoint that was saved later has the same or
     an earlier step.

@@ -164,7 +164,7 @@ def _locked(folder: Path, lock_name: str) -> FileIO:
         CheckpointError: another process holds the lock.
         StorageError: the folder can't be created.
     """
-    # Try several times, because another process that ends may delete the lock file and the folder
+    # Try several times, because a process that is exiting may delete the lock file and the folder
     # between any two of these statements. If the folder can't be created at all, every attempt
     # fails.
     for left in range(_TRIES, 0, -1):

@@ -67,8 +67,8 @@ class Saver:
             that continues from an older checkpoint, after being resumed or rolled back, sets it to
             the step of that checkpoint. All later checkpoints then belong to a dead branch. It must
             not be set while a checkpoint is being written (see `wait`).
-        write_seconds: time in seconds that it took the background thread to write the newest
-            checkpoint; 0 if the thread has not written any checkpoint.
+        write_seconds: seconds that the background thread took to write the newest checkpoint; 0 if
+            the thread has not written any checkpoint.
     """
 
     saved_step = -1
@@ -116,7 +116,7 @@ class Saver:
 
 class BackgroundSaver(Saver):
     """Base class for savers that copy the state and write the copy while training continues. It
-    owns the thread that writes, and the memory for the copies, which is reused for each save.
+    owns the writer thread and the memory for the copies, which is reused for each save.
 
     Args:
         run_folder: the run's folder.
@@ -242,9 +242,7 @@ class CheckpointSaver(BackgroundSaver):
         return self._asynchronous
 
     def _snapshot(self, checkpoint: Checkpoint) -> Checkpoint:
-        """Copy the tensors of a checkpoint, so that later training steps do not change them. Return
-        the copy.
-        """
+        """Return a copy of a checkpoint whose tensors are not changed by later training steps."""
         model, optimizer = checkpoint.model, checkpoint.optimizer
         if not checkpoint.is_copy:
             copies = self._copies.take(dict(_tensors(checkpoint)))
@@ -284,7 +282,7 @@ class Snapshot:
         self._buffers: dict[str, Tensor] = {}
 
     def take(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Copy tensors to the CPU. Return the copies, keyed by name, which are valid until the next
+        """Copy tensors to the CPU. Return the copies, keyed by name. They are valid until the next
         call.
 
         Args:

@@ -1,5 +1,5 @@
-"""Select the checkpoint or model folder that the user specifies, or the checkpoint from which a run
-resumes or to which it rolls back.
+"""Find the checkpoint or model folder that the user specifies. Also select the checkpoint from
+which a run resumes, or to which it rolls back.
 """
 
 from __future__ import annotations
@@ -186,7 +186,8 @@ def resolve_model_folder(name: str | Path, *, pickled: bool = False, best: bool 
 
 
 def resolve_tokenizer(name: str | Path) -> Path:
-    """Return the file or folder of a tokenizer, which is specified directly or as part of a model.
+    """Return the file or folder of a tokenizer. The user specifies either the tokenizer itself or a
+    model that includes it.
 
     Args:
         name: file or folder of a tokenizer, or a model as for `resolve_model_folder`. For an
@@ -248,8 +249,8 @@ def checkpoint_before(
         if one.step < step and one.step <= saved_step:
             with contextlib.suppress(CheckpointError):
                 state = load_trainer_state(one.folder)
-                # A checkpoint in which all steps were skipped only contains the initial state of
-                # the run.
+                # If all steps before a checkpoint were skipped, it only contains the initial state
+                # of the run.
                 if state.get("skipped_steps", 0) < one.step:
                     found.append((*_merits(state, one.step, every_steps), one.sequence, one.folder))
     for *_, folder in sorted(found, reverse=True):

@@ -116,7 +116,7 @@ def own_shards(tensors: Mapping[str, Tensor]) -> dict[str, TensorShard]:
     one process.
 
     If several processes have a copy of a shard (hybrid sharding), the name of the tensor determines
-    which of them writes it. Only one process must pass tensors that are not sharded.
+    which of them writes it. Tensors that are not sharded must be passed by a single process.
 
     Returns:
         The shards. Their tensors share memory with `tensors` and are on the same device.
@@ -334,8 +334,8 @@ def restore_shards(
         model: the model, which is modified in place. Its parameters can be sharded in any way.
         optimizer: the optimizer of the model, which is modified in place.
         vocab_multiple: the vocabulary of the model is padded to a multiple of this number.
-        other_prefix: prefix that distinguishes the names of tensors in the optimizer files that are
-            not moments.
+        other_prefix: prefix of the names of those tensors in the optimizer files that are not
+            moments.
         has_moments: True to raise an error if the checkpoint does not contain moments.
 
     Returns:
@@ -366,13 +366,13 @@ def _files(folder: Path, kind: str) -> list[Path]:
     return [folder / name for name in shard_names(names) if name.startswith(f"{kind}.")]
 
 
-#: Box of a shard, as a pair of its start indices and its exclusive end indices in the full tensor.
-#: Each of the two has one number per dimension.
+#: Bounds of a shard within the full tensor: (start indices, exclusive end indices), each with one
+#: entry per dimension.
 _Box = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 def _shards_of(path: Path) -> list[tuple[str, _Box, torch.dtype]]:
-    """Return the tensor name, box and dtype of each shard in a file."""
+    """Return the tensor name, the bounds (see `_Box`) and the dtype of each shard in a file."""
     try:
         header = read_header(path)
         with safetensors.safe_open(path, framework="pt") as file:

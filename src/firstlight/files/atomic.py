@@ -482,7 +482,7 @@ def parse_json(path: Path, content: bytes) -> Any:
 
 
 def require_few_values(path: Path, content: bytes) -> None:
-    """Reject JSON that would take far more memory than the size of the file.
+    """Reject JSON that would take far more memory after parsing than the file takes on disk.
 
     Raises:
         InputError: the content contains too many lists and objects.
@@ -514,9 +514,7 @@ def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _missing(path: Path) -> list[Path]:
-    """Return the paths that do not exist yet among `path` and its parent folders, beginning with
-    `path`.
-    """
+    """Return those of `path` and its parent folders that do not exist yet. `path` comes first."""
     return [folder for folder in (path, *path.parents) if not folder.exists()]
 
 

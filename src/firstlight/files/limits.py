@@ -49,7 +49,9 @@ _START_SECONDS = 30.0
 
 
 class LimitExceededError(FirstlightError):
-    """Raised if a call exceeded a limit or ended the child. The message states the limits."""
+    """Raised if a call exceeds a limit or terminates the child process. The message states the
+    limits.
+    """
 
 
 class LimitedProcess:

@@ -68,9 +68,9 @@ class Compiling:
     launch_gain: float = 1.0
 
     def left_of(self, seconds: float) -> float:
-        """Return the time that is left for steps after compilation, out of `seconds`. The result is
-        at least a tenth of `seconds`, so that models can be compared even if compilation takes
-        longer than that.
+        """Return how many of the available `seconds` are left for training steps after compilation.
+        The result is at least a tenth of `seconds`, so that models can be compared even if
+        compilation takes longer than that.
         """
         return max(seconds - self.seconds, 0.1 * seconds, 0.0)
 
@@ -81,8 +81,8 @@ NOT_COMPILED = Compiling(False)
 def best_compile_mode(
     modes: Iterable[Compiling], seconds: Callable[[Compiling], float]
 ) -> Compiling:
-    """Return the compilation mode with the shortest total time. The total is the run time plus the
-    compile time multiplied by `_MARGIN`.
+    """Return the compilation mode with the shortest total time. The total is the run time plus
+    `_MARGIN` times the compile time.
 
     Args:
         modes: candidate modes, usually including `NOT_COMPILED`.

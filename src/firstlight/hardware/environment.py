@@ -24,9 +24,10 @@ from pathlib import Path
 #: steps on idle cores took up to twice as long.
 SHORT_SPIN = {"GOMP_SPINCOUNT": "5000"}
 
-#: Number of times that a waiting thread checks for work during generation. Generating a token takes
-#: several hundred parallel regions of a few microseconds each, and waking a sleeping thread takes
-#: as long as one of these regions. With `SHORT_SPIN`, a token took 27 ms instead of 14 to 20 ms.
+#: Number of times that a waiting thread checks for work during generation. Generating a token
+#: involves several hundred parallel regions of a few microseconds each, and waking a sleeping
+#: thread takes as long as one of these regions. With `SHORT_SPIN`, a token took 27 ms instead of 14
+#: to 20 ms.
 _LONG_SPIN = {"GOMP_SPINCOUNT": "30000"}
 
 #: Number of times that a waiting thread checks for work while other programs keep the cores busy. A
@@ -76,7 +77,9 @@ def require_fork() -> None:
 
 
 def set_at_import() -> None:
-    """Set the variables for `import firstlight`, unless torch has already been imported."""
+    """Set the environment variables that must be in place when firstlight is imported, unless torch
+    has already been imported.
+    """
     is_set = any(name in os.environ for name in _ALLOCATOR)
     if not is_set and "torch" not in sys.modules and takes_expandable_segments():
         os.environ.update(EXPANDABLE_SEGMENTS)
@@ -125,9 +128,9 @@ def set_for_command(variables: Mapping[str, str]) -> None:
 
 @contextlib.contextmanager
 def sharing_cores() -> Iterator[None]:
-    """Make torch's threads sleep after a short wait if other programs keep the cores busy. Commands
-    do the same. The load is checked when the context is entered. This function can be used as a
-    context manager or as a decorator.
+    """Make torch's threads sleep after a short wait if other programs keep the cores busy, as
+    firstlight's commands do. The load is checked when the context is entered. This function can be
+    used as a context manager or as a decorator.
 
     This is necessary because torch reads `GOMP_SPINCOUNT` only when it is imported, and the cores
     may have been idle then. In a command, or if the user has set `GOMP_SPINCOUNT`, this function
@@ -164,7 +167,7 @@ def _is_from_import() -> bool:
 
 
 def _exceed_cores() -> None:
-    """Start GNU OpenMP threads until there is one more than the number of cores. These threads
+    """Start GNU OpenMP threads until there is one more thread than there are cores. These threads
     sleep, and exit when the calling thread exits.
 
     As long as these threads exist, all waiting OpenMP threads check for work only 100 times, as
@@ -182,18 +185,18 @@ def _exceed_cores() -> None:
 
 
 def for_training() -> dict[str, str]:
-    """Return the variables for training and evaluation."""
+    """Return the environment variables for training and evaluation."""
     return TRAINING | (_NO_SPIN if cores_are_busy() else SHORT_SPIN)
 
 
 def for_generation() -> dict[str, str]:
-    """Return the variables for text generation."""
+    """Return the environment variables for text generation."""
     return _NO_SPIN if cores_are_busy() else _LONG_SPIN
 
 
 def cores_are_busy() -> bool:
     """Return True if other programs are using more than a quarter of the cores. Return False if
-    they are using fewer cores, or if their use is unknown.
+    they are using fewer cores, or if the load is unknown.
     """
     try:
         return 4 * sorted(_running() for _ in range(5))[2] > (os.cpu_count() or 1)

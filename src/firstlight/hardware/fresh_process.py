@@ -109,8 +109,8 @@ def ask_ranks(
     ]
     results = _ask_all(module, request, environments, seconds)
     failed = [result for result in results if "error" in result]
-    # Any other error takes precedence over a RankError, which only reports that a different rank
-    # has ended.
+    # Any other error takes precedence over a RankError, which only reports that another rank has
+    # ended.
     return min(failed, key=lambda one: one["error"]["type"] == "RankError", default=results[0])
 
 
@@ -367,7 +367,7 @@ def _serve(measure: Any) -> None:
 
 
 def _child(measure: Any, job: dict[str, Any]) -> None:
-    """Run the measurement of a job, then exit the process.
+    """Run the measurement that a job describes, then exit the process.
 
     Args:
         measure: function that maps the request to the result.

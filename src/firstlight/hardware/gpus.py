@@ -2,7 +2,7 @@
 `device.py` detects this machine's GPU.
 
 Rates apply to dense matrices and accumulation in fp32. Under these conditions, GeForce cards reach
-half of their advertised rate. Memory sizes are those reported by the driver. They are up to a tenth
+half their advertised rate. Memory sizes are those reported by the driver. They are up to a tenth
 below the advertised sizes if a part is reserved for error correction.
 
 Apple GPUs share their memory with the CPU. Apple publishes bandwidths and, for M1 and M2, fp32
@@ -40,8 +40,7 @@ class GPU:
             supported in hardware. Kepler (K80) supports neither fp16 nor bf16. Pascal (P100) runs
             fp16 at twice the fp32 rate. Turing (T4) has tensor cores for fp16. bf16 requires
             capability (8, 0) or higher.
-        link: bandwidth to a different GPU in the same machine, in bytes per second in each
-            direction.
+        link: bandwidth to another GPU in the same machine, in bytes per second in each direction.
         capability: CUDA compute capability; (0, 0) without CUDA.
     """
 
@@ -72,8 +71,8 @@ class GPU:
         return 0.66 if self.memory_bytes < 36 * 2**30 else 0.75
 
     def peak_flops(self, precision: str) -> float:
-        """Return the FLOP/s of matrix products at a precision (a value of `efficiency.precision`).
-        If the hardware does not support this precision, return the fp32 rate.
+        """Return the FLOP/s of matrix products at a given value of `efficiency.precision`. If the
+        hardware does not support this precision, return the fp32 rate.
         """
         rates = {
             "tf32": self.tf32,

@@ -102,7 +102,7 @@ class _Mallinfo2(ctypes.Structure):
     )
 
 
-#: Maximum fraction of the time that is spent on reading the counters.
+#: Maximum fraction of the time that can be spent reading the counters.
 _MOST_SHARE = 0.05
 
 

@@ -40,8 +40,8 @@ def require_combination(
             layers.
 
     Raises:
-        ConfigError: the recipe has conflicts. The message lists every conflict with the nearest
-            working combination.
+        ConfigError: the recipe has conflicts. The message lists every conflict along with the
+            nearest working combination.
     """
     spec = ENGINES[engine]
     problems = [
@@ -168,7 +168,7 @@ def _conflicts(recipe: ResolvedRecipe) -> Iterator[str]:
 
 
 def _conflicts_with(engine: type[Engine], recipe: ResolvedRecipe) -> Iterator[str]:
-    """Yield the conflicts of the recipe's methods with a data-parallel engine. Most of them are
+    """Yield the conflicts between the recipe's methods and a data-parallel engine. Most of them are
     caused by sharding.
     """
     if engine is Engine:  # `Engine` itself is the engine for a single process.
@@ -234,7 +234,7 @@ def _conflicts_of_lora_in_shards(recipe: ResolvedRecipe) -> Iterator[str]:
 def _preference_conflicts(
     recipe: ResolvedRecipe, engine: type[Engine], tensor_parallel: int, pipeline: int
 ) -> Iterator[str]:
-    """Yield the conflicts of the recipe's methods with training on preference pairs. They arise
+    """Yield the conflicts between the recipe's methods and training on preference pairs. They arise
     because the loss of a pair depends on the log-probabilities of complete answers.
     """
     if recipe.preference is None:
@@ -327,7 +327,7 @@ def _sharded_checkpoint_conflicts(
 
 
 def _conflicts_in_parts(recipe: ResolvedRecipe, key: str) -> Iterator[str]:
-    """Yield the conflicts of the recipe's methods with tensor or pipeline parallelism.
+    """Yield the conflicts between the recipe's methods and tensor or pipeline parallelism.
 
     Args:
         recipe: recipe of the run.
@@ -364,7 +364,7 @@ def _conflicts_in_parts(recipe: ResolvedRecipe, key: str) -> Iterator[str]:
 
 
 def _conflicts_in_backward(recipe: ResolvedRecipe, seq_len: int) -> Iterator[str]:
-    """Yield the conflicts of other settings with `efficiency.optimizer_in_backward`."""
+    """Yield the conflicts between `efficiency.optimizer_in_backward` and other settings."""
     accumulation = recipe.batch.accumulation(seq_len)
     if recipe.batch.ramp_start_tokens is not None:
         yield (

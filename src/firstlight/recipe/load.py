@@ -2,8 +2,8 @@
 
 Options take precedence over the file, and the file takes precedence over defaults. All errors are
 reported together. For an unknown key, the nearest existing name is suggested. A recipe can name a
-DeepSpeed configuration file. That file then supplies values for keys that are still open, which
-means that they are unset, null or "auto".
+DeepSpeed configuration file. That file then supplies values for open keys, which are keys that are
+unset, null or "auto".
 """
 
 from __future__ import annotations
@@ -123,8 +123,9 @@ def parse_recipe(
     """
     if overrides:
         changed = copy.deepcopy(dict(values))
-        # A micro-batch size that the user sets here must not be lowered. `divide_micro_batch` is
-        # true, and allows this, in a recipe whose size firstlight has chosen, so set it to false.
+        # A micro-batch size that the user sets here must not be lowered. If firstlight has chosen
+        # the size in the recipe, `divide_micro_batch` is true, which would allow lowering it, so
+        # set this key to false.
         if any(name == "batch.micro_batch_size" for name, _ in overrides):
             _override(changed, "batch.divide_micro_batch", "false")
         for name, text in overrides:
@@ -134,7 +135,7 @@ def parse_recipe(
 
 
 def changed_recipe(values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a copy of a recipe's values in which some of them are replaced.
+    """Return a copy of a recipe's values with some of the values replaced.
 
     Args:
         values: nested values of a recipe.
@@ -556,7 +557,8 @@ def _with(recipe: Recipe, values: dict[str, dict[str, Any]], path: Path) -> Reci
 
 
 def _with_whole_batch(recipe: Recipe, found: DeepSpeedFile, processes: int, path: Path) -> Recipe:
-    """Return the recipe with a global batch of the file's `train_batch_size` sequences.
+    """Return the recipe with its global batch size set to the DeepSpeed file's `train_batch_size`,
+    which is a number of sequences.
 
     Raises:
         ConfigError: `train_batch_size` contradicts other keys in the recipe's `batch` section.

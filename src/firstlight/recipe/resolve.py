@@ -368,14 +368,14 @@ def _resolve_efficiency(
 
 
 def _resolve_curve(config: ScheduleConfig, earlier: Mapping[str, Any]) -> ScheduleConfig:
-    """Return the `schedule` section. If the decay would end with a step whose learning rate is 0,
-    which would not train anything, set `decay_starts_at_peak` to avoid this.
+    """Return the `schedule` section. If the last step of the decay would have a learning rate of 0,
+    it would not train anything. To avoid this, set `decay_starts_at_peak`.
     """
     falls = KINDS_OF_KEYS["decay_starts_at_peak"]
     if config.decay_starts_at_peak is not None or config.kind not in falls:
         return config
     is_late = earlier.get("decay_starts_at_peak")
-    # Resumed runs of older versions keep their learning-rate curve.
+    # Runs that were started with an older version keep their learning-rate curve.
     is_kept = earlier.get("kind") in falls and (is_late or _ends_at_zero(earlier))
     if not is_kept:
         is_late = _ends_at_zero(config.model_dump()) or None

@@ -164,7 +164,7 @@ def _gather(
     Args:
         records: parsed lines.
         first: index of the first line in the file.
-        pieces: arrays that together form a column, as a list for each metric. The lists are
+        pieces: for each metric, a list of arrays that together form its column. The lists are
             extended in place.
     """
     keys = set().union(*records) - {"step"}
@@ -315,8 +315,8 @@ _DESCRIBED_BY: Mapping[str, Mapping[str, tuple[type, ...]]] = {
 
 
 def _lacking(event: Mapping[str, Any]) -> str | None:
-    """Return the name of the first value that an event lacks and that is required to describe it,
-    or None if all required values are present.
+    """Return the name of the first missing value that is required to describe an event, or None if
+    all required values are present.
     """
     kinds = _DESCRIBED_BY.get(event["event"], {})
     return next((key for key, kind in kinds.items() if type(event.get(key)) not in kind), None)
@@ -377,7 +377,7 @@ def read_json_lines(path: Path) -> list[dict[str, Any]]:
 
 def sound_json_lines(path: Path) -> tuple[list[dict[str, Any]], str | None]:
     """Return the objects on all readable lines of a JSON Lines file, and a message about the first
-    problem, or None without a problem.
+    problem, or None if there was no problem.
 
     A problem is an unreadable file or a damaged line. An incomplete last line, left by a killed
     process, is ignored.

@@ -56,7 +56,7 @@ class RunCheckpoints:
         else:
             self.saver = Saver()
         self.saver.saved_step = run.saved_step
-        #: Value that `run.times.elapsed` had at the end of the last save.
+        #: Value of `run.times.elapsed` at the end of the last save.
         self._saved_at = 0.0
 
     def __enter__(self) -> RunCheckpoints:

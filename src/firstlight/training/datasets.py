@@ -158,8 +158,8 @@ def data_identity(recipe: ResolvedRecipe, dataset: Corpus, tokenizer: Tokenizer)
     """Return JSON values that identify a run's data. A run can't be resumed on different data.
 
     For a mix, the identity includes the weights and folders of its corpora. For a remote corpus, it
-    includes the URL. It also includes how long conversations are treated and, for preference pairs,
-    the reference model.
+    includes the URL. It also includes the way in which overlong conversations are handled and, for
+    preference pairs, the reference model.
 
     Args:
         recipe: recipe of the run.

@@ -113,12 +113,13 @@ def check_device(hardware: Hardware, keys: CheckedKeys) -> dict[str, Any]:
     """Check a device. If it passes, record this in the cache.
 
     Returns:
-        JSON values "device", "name", "precision", "attention" and "problem". The problem is one
-        line that names the problem and a remedy, or None if the device has passed.
+        A dict of JSON values with the keys "device", "name", "precision", "attention" and
+        "problem". The value of "problem" is one line that names the problem and a remedy, or None
+        if the device has passed.
     """
     problem, name = None, f"{hardware.device} ({hardware.name})"
     try:
-        if not _error(hardware, keys) <= 1:  # True for NaN as well.
+        if not _error(hardware, keys) <= 1:  # also true for NaN
             wrong = _wrong_operation(hardware, keys)
             problem = f"{name} computes wrong values in {keys.precision}: {wrong}"
     except (RuntimeError, MemoryError, FirstlightError) as error:
@@ -201,13 +202,13 @@ def _advice(hardware: Hardware, keys: CheckedKeys) -> str:
 
 
 def _error(hardware: Hardware, keys: CheckedKeys, watching: _Comparison | None = None) -> float:
-    """Compare a training step and a generation of each model with fp64 on the CPU. Return the
-    largest difference, as a multiple of the difference that is still accepted. A device passes the
-    check if the result is at most 1.
+    """Run a training step and generate tokens with each model, and compare the results with fp64
+    computations on the CPU. Return the largest difference, as a multiple of the largest accepted
+    difference. A device passes the check if the result is at most 1.
 
     Args:
         hardware: hardware with the device to check.
-        keys: settings with which the device computes.
+        keys: settings to use on the device.
         watching: mode that compares each operation while the device computes, or None.
     """
     most_loss, most_distance = BOUNDS[keys.precision]
@@ -229,9 +230,7 @@ def _error(hardware: Hardware, keys: CheckedKeys, watching: _Comparison | None =
 
 
 def _program(number: int, keys: CheckedKeys, hardware: Hardware) -> tuple[TrainingProgram, Batch]:
-    """Create the training program of the model at index `number` of `_MODELS`, and a batch for
-    it.
-    """
+    """Create the training program for the model `_MODELS[number]`, and a batch for it."""
     # This large eps makes updates proportional to the gradients, so that they have the same
     # relative error as the gradients. With a small eps, an update would depend only on the sign of
     # the gradient, even if the gradient is merely a rounding error.
@@ -271,9 +270,9 @@ def _train_exactly(number: int) -> tuple[float, list[Tensor]]:
 
 @torch.no_grad()
 def _generate(program: TrainingProgram, ids: Tensor, watching: _Comparison | None) -> list[float]:
-    """Compare a generation by the program's model with an fp64 computation on the CPU. Return two
-    differences in nats: the mean difference in the loss of the next token, and the mean increase in
-    loss caused by differences in the most likely token.
+    """Generate tokens with the program's model, and compare the results with an fp64 computation on
+    the CPU. Return two differences in nats: the mean difference in the loss of the next token, and
+    the mean increase in loss caused by differences in the most likely token.
 
     Args:
         program: program of the model, which is modified.
@@ -316,7 +315,7 @@ def _generate(program: TrainingProgram, ids: Tensor, watching: _Comparison | Non
 
 class _Comparison(TorchFunctionMode):
     """Mode that runs each operation a second time in fp64 on the CPU with the same inputs and
-    compares the results, until it finds a wrong one. It also compares the backward pass of each
+    compares the results, until it finds a wrong result. It also compares the backward pass of each
     operation, using random gradients.
 
     Args:

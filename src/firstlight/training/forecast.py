@@ -1,7 +1,7 @@
 """Forecast the memory and speed of a run, and compare the forecast with measurements.
 
-The forecaster is passed as an argument. This package can't import the planner, which makes the
-forecasts, because the planner runs the training step and belongs to a higher layer.
+Forecasts are made by the planner, which runs the training step and belongs to a higher layer, so
+this package can't import it. The forecaster is therefore passed as an argument.
 """
 
 from __future__ import annotations
@@ -175,7 +175,7 @@ class ForecastComparison:
         if self._steps == _SLOW_STEPS:
             self._allocated.look_less()
         # Measure again after evaluations, saves and the first steps, because libraries allocate
-        # buffers in them and keep these buffers.
+        # buffers at these points and keep them.
         if self._allocated.is_running and (self._steps <= _SLOW_STEPS or "val/loss" in record):
             self._allocated.find_level(self.tensor_bytes())
         for name, found in self._rates.items():

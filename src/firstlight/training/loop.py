@@ -169,7 +169,7 @@ def train(
         forecaster: object that predicts memory and speed, such as
             `planner.plan.processes.RunForecaster`.
         began: time from which this call uses up `schedule.max_minutes`, as a value of
-            `time.time()`. None counts from the first step of this call.
+            `time.time()`. If None, the time is counted from the first step of this call.
         is_announced: True if the data, memory, speed and schedule have already been shown to the
             user; they are not shown again.
         chose_compiling: True if the user did not set the recipe's `efficiency.compile` explicitly,
@@ -258,7 +258,7 @@ def training_loop(
             ahead.drop()
             break
         try:
-            if run.state.pending is None:  # If it is set, the last step must still be evaluated.
+            if run.state.pending is None:  # Otherwise, the last step must still be evaluated.
                 checkpoints.require_written()
                 lr_scale = run.begin_step()  # the learning-rate schedule
                 result = None
@@ -405,8 +405,8 @@ def _read_recipe(recipe: Recipe | Mapping[str, Any] | str | Path) -> Recipe:
 
 @contextlib.contextmanager
 def _frozen_objects() -> Iterator[Callable[[], None]]:
-    """Yield a function that makes Python's garbage collector ignore all objects that exist when it
-    is first called. Undo this on exit.
+    """Yield a function that makes Python's garbage collector ignore all objects that exist at its
+    first call. On exit, make the collector track these objects again.
 
     After the first step, hundreds of thousands of objects (modules, the model, compiled code) exist
     until the end of the run. Each full collection would scan all of them while a GPU waits. If the

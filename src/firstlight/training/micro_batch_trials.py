@@ -43,8 +43,8 @@ _SHARE = 0.9
 def largest_micro_batch(
     recipe: ResolvedRecipe, hardware: Hardware, tell: Callable[[str], None], processes: int = 1
 ) -> int:
-    """Return the largest micro-batch size, in rows, for which a training step fits in the free
-    memory.
+    """Return the largest micro-batch size, in rows (sequences), for which a training step fits in
+    the free memory.
 
     The trials begin with the full global batch. Each following size is the largest divisor of the
     global batch that is at most half of the previous size, so that the global batch stays the same.

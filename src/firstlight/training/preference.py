@@ -61,7 +61,7 @@ def answer_log_probs(
         documents: D, the number of documents per row.
 
     Returns:
-        [B, D], in fp32 or wider.
+        A tensor of shape [B, D], in fp32 or a wider dtype.
     """
     losses_BT = F.cross_entropy(
         at_least_fp32(logits_BTV).flatten(0, 1),
@@ -84,7 +84,8 @@ def rewards(log_probs_BD: Tensor, references_BD: Tensor, beta: float) -> Tensor:
         beta: scale of the rewards; see `PreferenceConfig`.
 
     Returns:
-        [B, P, 2]: rewards of the chosen and the rejected answers; 0 where a row has no answer.
+        A tensor of shape [B, P, 2] with the rewards of the chosen and the rejected answers. It is 0
+        where a row has no answer.
     """
     known = references_BD.isfinite()
     ratio_BD = log_probs_BD - references_BD.nan_to_num(0.0).to(log_probs_BD.dtype)
@@ -127,8 +128,8 @@ class PreferenceObjective:
         self._sums: Tensor | None = None
 
     def __call__(self, forward: Callable[..., Tensor]) -> LossFunction:
-        """Return a loss function that computes a scalar, which is the sum of the losses of all
-        pairs in a batch.
+        """Return a loss function that computes the sum of the losses of all pairs in a batch, as a
+        scalar.
 
         Args:
             forward: function that maps (input_ids, None, document_ids) to logits.

@@ -1,5 +1,5 @@
-"""Coordinate the processes of a run. The functions connect the processes, call functions only in
-the main process, and end the run early in an orderly way on a signal or at a time limit.
+"""Coordinate the processes of a run. This module connects the processes, calls functions only in
+the main process, and ends a run early, but in an orderly way, on a signal or at a time limit.
 """
 
 from __future__ import annotations
@@ -113,8 +113,8 @@ def first_reason(reason: str | None) -> str | None:
     """Return the stop reason of the first process that has one, or None. All processes get the same
     result. This is a collective operation.
     """
-    # Exchange a flag first. This function is called in every step, and the reason as text is needed
-    # only in the last step.
+    # Exchange a flag first. This function is called in every step, but the text of the reason is
+    # needed only in the last step.
     if not agree(reason is not None):
         return None
     return next((one for one in gather_objects(reason) if one is not None), None)
@@ -132,8 +132,8 @@ class StopRequestedError(Exception):
 
 
 class Stopping:
-    """Handler of requests to end a run early, by a signal or a time limit. Used as a context
-    manager, it restores the previous signal handlers on exit.
+    """Handles requests to end a run early, which come from a signal or a time limit. Used as a
+    context manager, it restores the previous signal handlers on exit.
 
     Until `watch` is called, signals are handled as they were before this object was created, and
     the time limit is ignored.

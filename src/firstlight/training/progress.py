@@ -293,8 +293,8 @@ class RunProgress:
 
     @property
     def _step(self) -> str:
-        """Number of the last completed step, followed by the total number of steps if it can't
-        change any more.
+        """Number of the last completed step, followed by the total number of steps if this total
+        can no longer change.
         """
         step = f"step {self._record['step']:,}"
         return f"{step}/{self._max_steps():,}" if self._is_settled() else step

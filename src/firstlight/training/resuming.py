@@ -120,8 +120,9 @@ def take_up(run: Run, folder: Path) -> None:
 
 
 def _left(run: Run) -> str:
-    """Describe what is left of a run with a time budget: the time until the number of steps is
-    decided, and the steps afterwards. Return "" for other runs.
+    """Describe the remainder of a run with a time budget. Until the number of steps is decided,
+    this is the remaining time; afterwards, it is the number of remaining steps. Return "" for other
+    runs.
     """
     if run.budget is None or not run.goes_on:
         return ""
@@ -160,7 +161,7 @@ def _rate_jump(run: Run, before: Mapping[str, Any], saved: Mapping[str, Any]) ->
         known = None if length is None else length_of(length)
         old = resolve_schedule(config, peak, rows, run.batch, seq_len=seq_len, length=known)
     except (KeyError, TypeError, ValidationError, ConfigError):
-        return None  # It was written by an older version or with a different batch size.
+        return None  # The checkpoint is from an older version or has a different batch size.
     was = peak * old.lr_scale(step)
     now = run.recipe.optimizer.learning_rate * run.schedule.lr_scale(step)
     if abs(now - was) <= _SAME_RATE * max(now, was):

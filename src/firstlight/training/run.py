@@ -187,12 +187,12 @@ class Run:
 
     @property
     def goes_on(self) -> bool:
-        """True if the run still has to run steps or an evaluation."""
+        """True if the run has any steps or an evaluation left to run."""
         return self.state.pending is not None or self.has_steps_left
 
     @property
     def has_steps_left(self) -> bool:
-        """True if the run still has to run steps."""
+        """True if the run has any steps left to run."""
         return self.schedule.is_open or self.state.step < self.max_steps
 
     def is_last(self, step: int) -> bool:

@@ -197,8 +197,8 @@ class TrainState:
             recipe's value.
         val_loss: validation loss after the last step; None if it was not measured.
         best_val_loss: lowest validation loss measured after any step; None before the first one.
-        pending: metrics of the last step until they are complete and written. They are incomplete,
-            for example, until the evaluation after the step has ended. None after they are written.
+        pending: metrics of the last step if they have not been written to the logs yet, for example
+            because the evaluation after the step has not ended; None once they are written.
         events: lines of events.jsonl in order, such as divergences, rollbacks and out-of-memory
             events.
     """

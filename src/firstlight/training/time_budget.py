@@ -112,8 +112,8 @@ class LoopTimes:
             duration includes waits for data and logs.
         settled_steps: total number of settled steps.
         settled_seconds: total seconds of all settled steps.
-        seconds: seconds of the last occurrence of each part; parts that have not occurred are
-            absent.
+        seconds: duration in seconds of the last occurrence of each part; parts that have not
+            occurred are absent.
         write_seconds: seconds that a thread took to write the last checkpoint; 0 if training waits
             for the write.
     """
@@ -290,12 +290,11 @@ def seconds_of_steps(
 
 
 def mean_sequence_seconds(steps: Sequence[tuple[int, float]], ahead: float) -> float:
-    """Return the mean seconds per sequence in a step, averaged over the most recent steps.
+    """Return the mean number of seconds per sequence, averaged over the most recent steps.
 
-    The mean covers the most recent steps, over a period that is half as long as the time to be
-    predicted. The period is at most half of the time since the first step. The mean therefore
-    adapts quickly if a machine becomes slower, and excludes the start of a run, when processors are
-    still cool and fast.
+    These steps span a period that is half as long as the time to be predicted, and at most half of
+    the time since the first step. The mean therefore adapts quickly if a machine becomes slower,
+    and excludes the start of a run, when processors are still cool and fast.
 
     The duration of a step is limited to twice the median, because a machine that stalled once is
     not expected to stall again.
@@ -352,7 +351,8 @@ class TimeBudget:
         self.times = times
         self._used_before = seconds_used
         self._next_prediction = 0.0
-        #: Step at which the number of steps is checked again if this process has decided it.
+        #: Step at which the number of steps is checked again, if this process has decided that
+        #: number.
         self._next_check_step: int | None = None
 
     @property

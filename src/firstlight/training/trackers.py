@@ -245,7 +245,7 @@ class WandbTracker:
         self._run.finish(exit_code=int(failed))
 
 
-#: Characters that MLflow does not allow in the names of metrics. The constants after that are
+#: Characters that MLflow does not allow in the names of metrics. The constants below it are
 #: MLflow's limits on the number of metrics and parameters per call and on the length of a
 #: parameter's value.
 _MLFLOW_NAME = re.compile(r"[^\w\-. :/]")
@@ -534,8 +534,8 @@ def _note(state: FileIO, **values: object) -> None:
 
 def _parts(steps: Sequence[Step], begun: int) -> Iterator[list[Step]]:
     """Yield the steps after `begun` in lists of at most 50 steps. A resumed run repeats the steps
-    after its checkpoint. The repeated steps are skipped, so that a tracker does not contain any
-    step twice.
+    after its checkpoint. The repeated steps are skipped, so that no step is sent to a tracker
+    twice.
     """
     rising: list[Step] = []
     for step in steps:

@@ -162,7 +162,7 @@ def _validate(run: Run, check: Callable[[], None]) -> None:
 def _take_validation(
     run: Run, found: Evaluation, by_corpus: Mapping[str, Evaluation]
 ) -> dict[str, float]:
-    """Set an evaluation as the run's latest evaluation, show it to the user, and return its
+    """Store an evaluation as the run's latest evaluation, show it to the user, and return its
     metrics.
 
     Args:
@@ -290,8 +290,9 @@ def mixed_evaluation(
     """Combine the evaluations of the corpora in a mix.
 
     The loss is the mean of the corpora's losses weighted by `parts`, regardless of the sizes of
-    their splits. This is the expected loss of a token drawn from the mix, as in training. Bits per
-    byte are this loss, in bits, divided by the mean number of text bytes per token of the mix.
+    their splits. This is the expected loss of a token drawn from the mix, as in training. The bits
+    per byte are obtained by converting this loss to bits and dividing it by the mean number of text
+    bytes per token of the mix.
 
     Args:
         parts: weight of each corpus.
