@@ -7,13 +7,14 @@ The result consists of two tables:
   attention as two matrix products, updates parameters one by one with AdamW, does not use
   compilation, and has one micro-batch per step.
 - "ladder" contains the methods of Raschka's "PyTorch Performance Tips for Faster LLM Training" in
-  the same order. Each method is added to the methods before it. For a GPT-2, the first row uses a
-  mask, LayerNorm and GELU that are implemented with elementary operations (`steps.write_out`).
+  the same order. Each row adds one method to the rows before it. For a GPT-2 model, the first row
+  uses a mask, LayerNorm and GELU that are implemented with elementary operations
+  (`steps.write_out`).
 
 The recipe of each row is trained for a few steps in a fresh process (`steps` describes the
 measurements). With `quick` on a CPU, this process is forked from a process that has already
 imported all libraries. All rows are measured one after the other, and this is repeated for each
-turn (A B C, A B C). They use the same number of threads, the same data and the same initial
+turn (A B C, A B C). All rows use the same number of threads, the same data and the same initial
 weights. Rates are medians over the timed steps of all turns. A row that can't run on this machine
 is skipped, and the reason is shown. A row that fails is shown with its error, and the ladder
 continues without it.
@@ -21,7 +22,7 @@ continues without it.
 MFU is relative to the same rate in all rows. This is the machine's rate of bf16 matrix products
 (`hardware.device.peak_flops`). On a CPU that computes fp32 products faster, it is the rate of fp32
 products. The rate is measured at the start and at the end, and the higher value is used. Operations
-that are computed twice, as with activation checkpointing, are counted only once.
+that are computed a second time, as with activation checkpointing, are counted only once.
 """
 
 from __future__ import annotations
@@ -279,7 +280,7 @@ def ladder_rows(
     Args:
         micro_batch_size: number of sequences per step of the plain run.
         hardware: this machine's device.
-        is_gpt2: True if the model is a GPT-2.
+        is_gpt2: True if the model is a GPT-2 model.
         processes: number of processes in the `+ddp` row. With 1, the row is skipped.
     """
     low = "fp16" if hardware.device.type == "cuda" and not hardware.bf16 else "bf16"
@@ -320,8 +321,8 @@ def ladder_rows(
 def changes_up_to(
     ladder: Sequence[MethodRow], rung: int, left_out: Collection[str]
 ) -> dict[str, Any]:
-    """Return the changes of a row of the ladder, whose index is `rung`, together with the changes
-    of all rows before it. Rows in `left_out` are omitted."""
+    """Return the combined changes of the ladder row at index `rung` and all rows before it. Rows in
+    `left_out` are omitted."""
     changes: dict[str, Any] = {}
     for row in ladder[: rung + 1]:
         if row.name not in left_out or row is ladder[rung]:
@@ -354,13 +355,14 @@ def why_skipped(row: MethodRow, hardware: Hardware, micro_batch_size: int, quick
 def summarize(
     rows: Sequence[tuple[MethodRow, MethodOutcome | None]], head: Mapping[str, Any]
 ) -> list[dict[str, Any]]:
-    """Return the median results of each row of a table, and the ratios of these results to those of
+    """Return the median results of each row of a table, along with their ratios to the results of
     the first row.
 
     Args:
         rows: rows with their outcomes. The outcome is None for a row that has not been measured
             yet.
-        head: "seq_len", "micro_batch_size", "flops_per_token" and "machine" of the result.
+        head: dict with the values of "seq_len", "micro_batch_size", "flops_per_token" and "machine"
+            from the benchmark's result.
 
     Returns:
         A dict for each row. It contains "name", "huge_pages", "keys" (the changes of the row),
@@ -512,7 +514,7 @@ def recipe_keys(changes: Mapping[str, Any]) -> dict[str, Any]:
 
 def processes_here(hardware: Hardware) -> int:
     """Return the number of processes in the `+ddp` row: one per GPU, two on a CPU with several
-    threads, otherwise 1.
+    threads, and one in all other cases.
     """
     if hardware.device.type == "cuda":
         return torch.cuda.device_count()
@@ -622,8 +624,8 @@ def bench_methods(bench: MethodsBench, on_run: Keep) -> Result:
 
 
 def _ceiling(hardware: Hardware) -> dict[str, Any]:
-    """Measure the reference rate for MFU. Return a dict with "matmul_flops", the FLOP/s of matrix
-    products, and "matmul_dtype", the dtype of these products.
+    """Measure the reference rate for MFU, and return a dict with "matmul_flops", the FLOP/s of
+    matrix products, and "matmul_dtype", the dtype of these products.
     """
     dtypes = [torch.bfloat16] if hardware.bf16 else []
     tries = 1
@@ -647,8 +649,8 @@ class MethodsWork:
     Attributes:
         plain: values of the plain recipe, which the rows change.
         request: values of "data", "warmup_steps" and "steps" in all requests to `steps`.
-        caches: cache folder of torch.compile. It is empty at the start, so code is compiled in the
-            first turn.
+        caches: cache folder for torch.compile. The folder is empty at the start, so code is
+            compiled in the first turn.
         deadline: value of `time.monotonic` after which no measurement is started; None for no
             limit.
         server: process from which the processes of rows are forked, except for rows that need
@@ -714,8 +716,8 @@ class MethodRuns:
     """The rows of both tables and their outcomes.
 
     Attributes:
-        rows: (table, row), keyed by label ("table: name").
-        outcomes: outcomes, keyed by label.
+        rows: pairs (table, row), keyed by a label of the form "table: name".
+        outcomes: outcomes of the rows, keyed by label.
     """
 
     def __init__(self, tables: Tables) -> None:

@@ -88,7 +88,7 @@ def require_known(kind: str, names: Iterable[str], known: Iterable[str]) -> None
     """Check names given by the user.
 
     Args:
-        kind: noun for the names, used in error messages, such as "row".
+        kind: noun by which error messages refer to the names, such as "row".
         names: the names to check.
         known: all valid names.
 
@@ -123,7 +123,7 @@ class RowOutcome:
 
     Attributes:
         runs: results of the measurements, one for each turn.
-        problem: reason why a turn does not have a result; "" if all turns have a result.
+        problem: reason why one of the turns does not have a result; "" if all turns have a result.
         refused: True if the row can't be measured on this machine, or if no time was left to
             measure it.
     """
@@ -189,8 +189,8 @@ def take_turns(
             for name in names:
                 progress.update(task, description=f"{title}: {name}")
                 outcome = outcome_of(name)
-                # The measurement is skipped in two cases: a row with the same recipe has already
-                # been measured in this turn, or the row has already failed and would fail again.
+                # Skip the measurement if a row with the same recipe has already been measured in
+                # this turn, or if the row has already failed and would fail again.
                 if not outcome.problem and len(outcome.runs) == turn:
                     outcome.add(measure(name))
                     on_turn()
