@@ -72,8 +72,8 @@ _MOST_MATCH_SECONDS = 2.0
 
 
 def require_quick_patterns(path: Path, patterns: list[str]) -> None:
-    """Raise an error if matching the patterns could take too long. This is determined from the
-    number of patterns, their lengths and the repetitions in them.
+    """Raise an error if matching the patterns could take too long, judging by the number of
+    patterns, their lengths and the repetitions that they contain.
 
     Args:
         path: path of the settings file, for error messages.
@@ -103,8 +103,8 @@ def require_quick_patterns(path: Path, patterns: list[str]) -> None:
 
 
 def require_quick_matches(path: Path, patterns: list[str], layers: Iterable[str]) -> None:
-    """Raise an error if matching the patterns against all layer names takes too long in total, even
-    though each individual match is fast.
+    """Match the patterns against all layer names, and raise an error if this takes too long. The
+    total can be too long even if each individual match is fast.
 
     Args:
         path: path of the settings file, for error messages.
@@ -180,8 +180,8 @@ class PeftConfig(BaseModel):
         """Return the settings as a recipe's `lora` section.
 
         Args:
-            targets, modules_to_save: names of the adapted layers, and of the modules that were
-                saved in full, in the weights file.
+            targets: names of the layers for which the weights file contains adapters.
+            modules_to_save: names of the modules that the weights file contains in full.
         """
         return LoraConfig(
             rank=self.r,
@@ -233,7 +233,7 @@ def read_peft_config(folder: Path) -> PeftConfig:
     return config
 
 
-#: Maximum number of adapters in a chain in which each adapter is the base model of the previous
+#: Maximum length of a chain of adapters in which the base model of each adapter is the next
 #: adapter.
 _LONGEST_CHAIN = 16
 
@@ -399,9 +399,8 @@ def adapter_lora(model: Model, folder: Path) -> LoraConfig:
 def _read_layout(
     model: Model, folder: Path, vocab_multiple: int
 ) -> tuple[LoraConfig, dict[str, StoredTensor], set[str]]:
-    """Return the settings of an adapter, the tensors in its file, and the names of those tensors
-    that are copies of tensors of the base model. See `read_adapter` for the arguments and
-    errors."""
+    """Return an adapter's settings, the tensors in its file, and the names of the tensors in the
+    file that are copies of base model tensors. See `read_adapter` for the arguments and errors."""
     config, path = read_peft_config(folder), folder / ADAPTER_WEIGHTS_NAME
     if not path.is_file():
         raise ModelError(
@@ -495,8 +494,8 @@ def fit_vocabulary(model: Model, folder: Path, vocab_multiple: int) -> None:
             number.
 
     Raises:
-        ModelError: the adapter trains tokens beyond the vocabulary, and some smaller ids do not
-            have rows.
+        ModelError: the adapter trains tokens beyond the vocabulary, but there are ids between the
+            end of the vocabulary and these tokens that it does not train.
     """
     count, table = model.config.vocab_size, f"{PREFIX}{model.embedding_name}."
     rows, path = count, folder / ADAPTER_WEIGHTS_NAME
@@ -529,9 +528,9 @@ def _require_rank(
     stored: Mapping[str, StoredTensor],
     path: Path,
 ) -> None:
-    """Check that the rank of each layer in the settings equals the rank of its tensor A in the
-    file. The check must be done before memory is allocated, because the settings determine the
-    amount.
+    """Check that the rank that the settings specify for a layer equals the rank of the layer's
+    tensor A in the file. This must be checked before memory is allocated for the adapter, because
+    the amount of memory depends on the settings.
 
     Raises:
         ModelError: the tensor A is missing or has a different shape.
@@ -679,8 +678,7 @@ _TAKEN_FOR_EXPERTS = ("gate_proj", "up_proj", "down_proj")
 
 
 def peft_notes(model: Model) -> list[str]:
-    """Return messages that describe which of the model's adapters PEFT can't load. Each message is
-    one line."""
+    """Return messages about the model's adapters that PEFT can't load. Each message is one line."""
     names = [name for name, _ in lora_layers(model)]
     tables = (n.rpartition(".")[0] for n in lora_parameters(model))
     head = model.head_file_name.removesuffix(".weight")

@@ -28,8 +28,8 @@ from firstlight.section import Section
 LinearLayer = nn.Linear | Conv1D
 HEAD = "lm_head"
 
-#: Mapping from the classes of modules that a user could target by mistake to their names in the
-#: error message.
+#: Classes of modules that a user could target by mistake, mapped to the names that the error
+#: message uses for them.
 _OTHER_KINDS: dict[type[nn.Module], str] = {
     Embedding: "an embedding",
     Experts: "a stack of experts",
@@ -195,8 +195,8 @@ class LoraLinear(nn.Module):
         return weight
 
     def _norm(self) -> Tensor:
-        # The norm is computed in fp32 even under autocast. m is initialised with a norm in fp32,
-        # and m / |W| must be 1 at the start.
+        # The norm is computed in fp32 even under autocast, because m is initialised with an fp32
+        # norm and m / |W| must be 1 at the start.
         with torch.no_grad(), torch.autocast(self.lora_A.device.type, enabled=False):
             norm: Tensor = torch.linalg.vector_norm(self._changed(), dim=1)
         # The padding rows of a vocabulary are zero, so they have m = 0 and |W| = 0, and 0 / 0 would
@@ -355,8 +355,8 @@ class TiedHead(nn.Module):
 
 
 def weight_of(layer: LinearLayer | NF4Linear | Embedding) -> Tensor:
-    """Return a linear layer's weight [out, in] or an embedding's weight [V, C], promoted to at
-    least fp32."""
+    """Return the weight of a linear layer, [out, in], or of an embedding, [V, C], in at least
+    fp32."""
     if isinstance(layer, NF4Linear):
         return layer.weight_in(torch.promote_types(layer.dtype, torch.float32))
     weight = layer.weight.T if isinstance(layer, Conv1D) else layer.weight
@@ -540,7 +540,7 @@ def _keeps_tie(
 ) -> bool:
     """Return True if the head stays tied to the embedding according to PEFT's rules. Trained rows
     are shared unless the config lists different rows for the embedding and the head. All other
-    changes are shared only with `ensure_weight_tying`."""
+    changes are shared only if `ensure_weight_tying` is true."""
     if not model.config.tie_word_embeddings:
         return False
     # PEFT recognises the embedding by this name, but GPT-2's embedding is called `wte`.
