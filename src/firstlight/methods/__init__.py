@@ -88,7 +88,7 @@ def apply_methods(
     z_loss_coef: float = 0.0,
 ) -> None:
     """Install the attention backend, the loss, activation checkpointing and fp8 layers in a model.
-    The outputs of the model do not change, neither in training nor in evaluation and generation.
+    The outputs of the model do not change in training, evaluation or generation.
 
     Args:
         model: plain model, which is modified in place.
@@ -180,6 +180,6 @@ def plain_loss(
     objective: Objective | None = None,
 ) -> LossFunction:
     """Return the loss function for evaluation. Its precision is the same as in training. It is not
-    compiled, because compilation would take more time than it saves."""
+    compiled, because compiling it would take more time than it would save."""
     plain = config.model_copy(update={"compile": False})
     return loss_function(model, plain, hardware, objective=objective)
