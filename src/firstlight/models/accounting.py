@@ -164,8 +164,8 @@ def train_flops_per_token(model: Model, seq_len: int, *, frozen: bool = False) -
     """
     config = model.config
     matrix_weights = 0.0
-    # Duplicates are included so that a tied head is counted. Under the embedding's name, the shared
-    # weight is used only for lookups, which cost no FLOPs.
+    # Include duplicates, so that a tied head is counted. The weight that it shares with the
+    # embedding is not counted under the embedding's name, because lookups cost no FLOPs.
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if parameter.dim() == 3 and "experts" in name.split("."):  # stacked
             matrix_weights += parameter.numel() * _visited_share(config)

@@ -97,7 +97,7 @@ def _(q_BHTD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, *_: Any) -> Tensor:
 def _empty_gradients(
     q_BHTD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, *others: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Create uninitialised tensors for the gradients of queries, keys, values and sinks."""
+    """Create uninitialised tensors for the gradients of the queries, keys, values and sinks."""
     # torch omits trailing arguments that have their default value.
     sinks_H = others[4] if len(others) > 4 else None
     grad_q, grad_k, grad_v = map(_like_projected, (q_BHTD, k_BKSD, v_BKSD))
@@ -374,9 +374,9 @@ def _parts(
     sinks_H: Tensor | None = None,
     scale: float | None = None,
 ) -> Iterator[tuple[tuple[slice, slice], tuple[slice, slice], _Part]]:
-    """Divide a batch into parts. For each part, yield the slices that select its sequences and
-    query heads from [B, H], the slices that select its sequences and key-value heads from [B, K],
-    and the part itself."""
+    """Divide a batch into parts. For each part, yield two pairs of slices and the part itself. The
+    first pair selects the sequences and query heads of the part from [B, H]. The second pair
+    selects its sequences and key-value heads from [B, K]."""
     (batch, heads, new, _), (_, kept, total, _) = q_BHTD.shape, k_BKSD.shape
     groups = heads // kept
     rows, some = at_a_time(heads, kept, new, total)
@@ -393,8 +393,8 @@ def _parts(
 
 def blocks_of(new: int, total: int) -> Iterator[tuple[int, int, int]]:
     """Divide the queries into blocks. For each block, yield the index of its first query, the index
-    after its last query, and the number of keys, counted from the first key, that the queries of
-    the block can attend to."""
+    after its last query, and a number of keys n. The queries of the block can attend only to the
+    first n keys."""
     for start in range(0, new, QUERIES):
         end = min(start + QUERIES, new)
         yield start, end, total - new + end

@@ -73,8 +73,8 @@ class KVCache:
 
     Attributes:
         keys, values: one tensor [B, K, max_tokens, D] per layer. In layers that store recurrent
-            states, K is 0. If all layers shared a single tensor, a compiled step would copy the
-            whole tensor to write one layer.
+            states, K is 0. With a single tensor for all layers, a compiled step would copy the
+            whole tensor in order to write one layer.
         states: recurrent states of each layer, as a tuple of tensors [B, ...] in at least fp32. The
             tuple is empty for layers that store keys and values.
         length: number of tokens stored so far.
@@ -208,7 +208,7 @@ class KVCache:
         for layer, computed in zip(
             (*self.keys, *self.values), (*other.keys, *other.values), strict=True
         ):
-            # Several sequences can start with the same prompt, which is then computed only once.
+            # Several sequences can start with the same prompt, which is then processed only once.
             layer[:, :, : other.length] = computed[rows_B, :, : other.length]
         for own, states in zip(self.states, other.states, strict=True):
             for one, computed in zip(own, states, strict=True):

@@ -9,9 +9,12 @@ scores when experts are chosen, but it does not affect the weights of their outp
 the same names as in Hugging Face's `DeepseekV2ForCausalLM` and `DeepseekV3ForCausalLM`. Moonlight
 uses the architecture of DeepSeek-V3.
 
-Shape letters are defined in `models/ops.py` and `models/moe.py`. In addition, L is the rank of the
-KV latent (`kv_lora_rank`), R is the number of rotated dimensions of a head (`qk_rope_head_dim`), G
-is the number of expert groups, and X is the number of experts per group.
+Shape letters are defined in `models/ops.py` and `models/moe.py`. These letters are added:
+
+    L   rank of the KV latent (`kv_lora_rank`)
+    R   number of rotated dimensions of a head (`qk_rope_head_dim`)
+    G   number of expert groups
+    X   number of experts per group
 """
 
 from __future__ import annotations
@@ -206,8 +209,8 @@ class DeepseekConfig(DecoderConfig):
             raise ValueError("norm_topk_prob and rope_interleave are keys of deepseek_v3 models")
         return self
 
-    # If the experts are divided into groups, each token can use only the experts of some groups.
-    # Therefore, this method overrides `DecoderConfig._check_visited`.
+    # This method overrides `DecoderConfig._check_visited`, because each token can use only the
+    # experts of some groups if the experts are divided into groups.
     @model_validator(mode="after")
     def _check_visited(self) -> Self:
         if self.num_experts % self.n_group or self.topk_group > self.n_group:

@@ -369,8 +369,8 @@ class FamilyConfig(Section):
     @property
     def long_from(self) -> int | None:
         """Sequence length in tokens at which the rotary frequencies change; None if they never
-        change. If a sequence reaches this length, attention keys that were cached for a shorter
-        prefix of it can't be reused."""
+        change. Once a sequence reaches this length, keys that were cached while it was shorter
+        can't be reused."""
         return rope_changes_at(getattr(self, "rope_scaling", None))
 
     @property

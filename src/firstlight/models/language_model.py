@@ -61,8 +61,8 @@ class LanguageModel(nn.Module):
     Attributes:
         head_loss: function that computes the loss from the last hidden states; efficiency methods
             replace it.
-        make_mask: function that makes the masks for the layers' `attend`; efficiency methods
-            replace it together with `attend`.
+        make_mask: function that creates the masks that layers pass to `attend`; efficiency methods
+            replace both functions together.
         norm_init: initial value of the weights of norms.
         router_statistics: statistics of the routers, accumulated over all training steps since they
             were last read; None for a dense model.

@@ -414,9 +414,9 @@ def values_from_json(
 
 
 def _check_built(spec: FamilySpec, config: Mapping[str, Any], *, has_choice: bool) -> None:
-    """Raise an error for an activation or a kind of attention that is not implemented. The
-    activation is not checked if `has_choice` is True, which means that the config class has a key
-    for it."""
+    """Raise an error for an activation or a kind of attention that is not implemented. If
+    `has_choice` is True, the config class has a key for the activation, so the activation is not
+    checked."""
     activation = config.get(spec.activation_key) or spec.activation
     if not has_choice and _SAME_ACTIVATION.get(activation, activation) != spec.activation:
         raise ModelError(

@@ -31,7 +31,7 @@ MULTIPLIERS = (
     "logits_scaling",
 )
 
-# Default sizes that several Hugging Face config classes share. Sizes that are missing here are
+# Default sizes shared by several Hugging Face config classes. Sizes that are not listed here are
 # derived from other keys.
 _SIZES_OF_LLAMA: dict[str, Any] = {
     "vocab_size": 32000,

@@ -1,9 +1,15 @@
 """Tensor functions and the embedding module that the model families share.
 
-Shape letters, here and in the modules of the families: B is the batch size, T the number of new
-tokens, S the total number of earlier and new tokens whose keys and values attention reads, H the
-number of query heads, K the number of key-value heads, D the head dimension, C the hidden size, and
-V the vocabulary size.
+Shape letters, here and in the modules of the families:
+
+    B   batch size
+    T   number of new tokens per sequence
+    S   number of tokens, earlier and new, whose keys and values attention reads
+    H   number of query heads
+    K   number of key-value heads
+    D   head dimension
+    C   hidden size
+    V   vocabulary size
 """
 
 from __future__ import annotations
@@ -387,7 +393,7 @@ def logits_without_padding(
     # read rows of odd length one element at a time.
     keeps_rows = _is_compiled_for_gpu(x_BTC)
     if keeps_rows and softcap is None and _is_plain(head) and head.out_features > vocab_size:
-        # Adding a bias in the matrix product takes no extra time, whereas masking the logits would.
+        # Adding a bias in the matrix product takes no extra time, unlike masking the logits.
         bias_V = head.weight.new_zeros(head.out_features)
         return F.linear(x_BTC, head.weight, _without_padding(bias_V, vocab_size))
     logits = head(x_BTC)
@@ -403,7 +409,7 @@ def _without_padding(x: Tensor, vocab_size: int) -> Tensor:
 
 
 def _is_plain(head: object) -> TypeGuard[nn.Linear]:
-    """Return True if a head is a linear layer without a bias, and calling it only computes a matrix
+    """Return True if a head is a linear layer without a bias whose call computes only a matrix
     product.
 
     This is not the case with LoRA, which changes the class of the head, or with tensor parallelism,

@@ -220,8 +220,8 @@ def dynamic_frequencies(
 
 def _llama3_frequencies(frequencies: Tensor, scaling: Llama3Rope) -> Tensor:
     # High frequencies distinguish neighbouring positions and are not changed. Pairs of dimensions
-    # whose wavelength is longer than the original context did not complete a full rotation in
-    # training. If their wavelengths were not stretched, longer sequences would have angles that
+    # whose wavelength is longer than the original context never completed a full rotation in
+    # training. Without stretching these wavelengths, longer sequences would contain angles that
     # never occurred in training.
     wavelengths = 2 * math.pi / frequencies
     longest = scaling.original_max_position_embeddings / scaling.low_freq_factor
