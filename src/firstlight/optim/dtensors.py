@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def is_sharded(tensor: Tensor | None) -> TypeGuard[DTensor]:
-    """Return True if the tensor is a DTensor, of which this process has one shard."""
+    """Return True if the tensor is a DTensor, which means that this process has one shard of it."""
     # DTensor is not imported here, because the import takes most of a second. If the module has not
     # been imported, there are no DTensors.
     module = sys.modules.get("torch.distributed.tensor")

@@ -91,8 +91,8 @@ class MasterWeights:
 
     @torch.no_grad()
     def take_gradient(self, name: str) -> None:
-        """Do the same as `take_gradients`, but for a single parameter. If the parameter does not
-        have a master weight or a gradient, do nothing."""
+        """Do the same as `take_gradients` for a single parameter. Do nothing if the parameter does
+        not have a master weight or does not have a gradient."""
         if name not in self._low or self._low[name].grad is None:
             return
         parameter, master = self._low[name], self._masters[name]
@@ -302,8 +302,8 @@ class Optimizer:
             if isinstance(optimizer, Muon):
                 optimizer.process = (rank, processes)
 
-    # Methods of one step. accumulate is called after each backward pass, followed by
-    # clip_gradients, step and zero_grad.
+    # Methods that make up a training step. `accumulate` is called after each backward pass. After
+    # the last backward pass, `clip_gradients`, `step` and `zero_grad` follow.
 
     def accumulate(self) -> None:
         """Add the low-precision gradients of a micro-batch to the fp32 gradients of the master
@@ -343,9 +343,9 @@ class Optimizer:
                     "efficiency.optimizer_in_backward does not support scaled gradients: "
                     "set efficiency.precision to bf16 instead of fp16"
                 )
-            # A list is updated as soon as all of its parameters have a gradient. A list with a
-            # parameter that did not receive a gradient has not been updated yet, so it is updated
-            # now.
+            # During the backward pass, a list is updated as soon as all of its parameters have a
+            # gradient. Lists in which a parameter did not receive a gradient have not been updated
+            # yet, so they are updated now.
             for names in dict.fromkeys(self._list_of.values()):
                 if any(self._masters.updated[name].grad is not None for name in names):
                     self._update_list(names)

@@ -1,5 +1,5 @@
-"""Code that all optimizers share. This includes the specification of an optimizer, base classes,
-and cautious weight decay.
+"""Code shared by all optimizers: the class that specifies an optimizer, base classes, and cautious
+weight decay.
 
 The table of all optimizers is in `config.py`.
 """
@@ -126,7 +126,7 @@ def list_values(parameter: Tensor) -> int:
 
 def in_lists(parameters: Iterable[_P], most_values: float) -> Iterator[list[_P]]:
     """Divide parameters, in order, into lists with a total of at most `most_values` elements each.
-    A parameter with more elements is placed in a list of its own."""
+    A parameter with more elements than that is placed in a separate list."""
     found: list[_P] = []
     values = 0
     for parameter in parameters:
@@ -213,8 +213,7 @@ class OptimizerSpec:
         gathers: True if the optimizer can update DTensors by gathering the required data from other
             processes.
         implementations: supported values of `optimizer.implementation`.
-        options: keys of the section that this optimizer supports but some other optimizers do not
-            support.
+        options: keys of the section that this optimizer supports but some other optimizers do not.
         takes: function that receives the name of a parameter and the parameter. It returns True if
             this optimizer updates the parameter. AdamW updates all other parameters.
         flatten: function that returns the state of a parameter as plain tensors, which can share
