@@ -330,8 +330,8 @@ def _gathered(parameter: nn.Parameter, *, changed: bool = False) -> Iterator[Non
 
 
 def _forget_closed_group() -> None:
-    """If DeepSpeed still refers to the process group of an earlier run in this process, which has
-    been closed, make DeepSpeed look up torch's current process group.
+    """Make DeepSpeed use torch's current process group if it still refers to the group of an
+    earlier run in this process. That group has been closed.
     """
     from deepspeed.comm import comm
     from deepspeed.utils import groups
@@ -451,7 +451,8 @@ _OPEN_MPI_LOCAL_RANK = "OMPI_COMM_WORLD_LOCAL_RANK"
 
 
 class DeepSpeedEngine(Engine):
-    """Shards the model with DeepSpeed's ZeRO. A run with one process can use it for offloading."""
+    """Shards the model with DeepSpeed's ZeRO. A run with one process can use this engine for
+    offloading."""
 
     name = "deepspeed"
     shards_state = True
@@ -733,8 +734,8 @@ class ZeroOptimizer(Optimizer):
 
     def _link_state(self) -> None:
         """In stages 1 and 2, link all parameters to their optimizer state again. DeepSpeed links
-        them after it has updated the first parameter group, when the remaining groups do not have
-        state yet.
+        them too early: right after it has updated the first parameter group, when the other groups
+        do not have state yet.
         """
         if self.zero.stage < 3:
             self._inner._hp_optimizer_states_linked = False

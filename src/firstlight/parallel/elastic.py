@@ -170,8 +170,8 @@ def launch(command: Sequence[str], options: Launch, on_restart: Sequence[str] = 
                 # each other.
                 raise RankError(f"the rendezvous {options.endpoint} {problem}") from error
         if agent.failed and options.nnodes > 1:
-            # Wait before exiting, because this process may host the store from which ranks on other
-            # machines read the failure.
+            # Wait before exiting, because this process may host the store, and ranks on other
+            # machines still have to read the failure from it.
             time.sleep(_LINGER_SECONDS)
         agent.close()
         if agent.failed:
@@ -324,8 +324,8 @@ class _Agent(LocalElasticAgent):
         return next(iter(self.failed.values()))
 
     def _final_code(self) -> int | None:
-        """Return the exit code of a rank whose error would recur after a restart, or None if there
-        is no such rank.
+        """If a rank has failed with an error that would recur after a restart, return its exit
+        code. Otherwise, return None.
         """
         return next((code for code in self.codes() if code in _FINAL_EXIT_CODES), None)
 

@@ -101,7 +101,7 @@ class StateTensors(NamedTuple):
 
 class Engine:
     """Distributes one model over the processes of a run. This base class is the engine for runs
-    with a single process. Its subclasses are all other engines.
+    with a single process, and all other engines are subclasses of it.
 
     A step's gradient is the sum of the processes' gradients, because each process divides its loss
     by the number of valid tokens of all processes.

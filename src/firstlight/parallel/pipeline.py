@@ -59,7 +59,7 @@ class _Elsewhere(nn.Module):
 
 
 def unstageable(config: ModelConfig, stages: int) -> Iterator[str]:
-    """Yield the reasons why a model can't be split into `stages` stages, each as a sentence."""
+    """Yield each reason why a model can't be split into `stages` stages, as a sentence."""
     if not config.has_pipeline:
         able = families_with(lambda family: family.config.has_pipeline)
         yield (

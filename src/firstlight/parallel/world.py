@@ -60,8 +60,8 @@ class World:
 
 @dataclass(frozen=True)
 class _Launcher:
-    """A kind of launcher, described by its name in messages and by the names of the environment
-    variables in which it passes the rank, world size, local rank and local size.
+    """A kind of launcher: its name in messages, and the names of the environment variables in which
+    it passes the rank, world size, local rank and local size.
     """
 
     name: str
