@@ -5,9 +5,9 @@ one, so that no memory is allocated during a measurement. Products that take les
 measurement should last are repeated with the same operands. One untimed product runs before the
 repetitions, so operands that fit into the caches are already cached. A round measures every product
 once, except for products in `COMPARED`, which are measured `GemmPlan.turns` times. Tables show the
-median. Products that are compared with each other are measured in quick succession, so that other
-load on the machine affects all of them. The ratio of the times of two products is the median over
-pairs of such measurements.
+median. Products to be compared are measured in quick succession, so that other load on the machine
+affects all of them equally. The ratio of the times of two products is the median over pairs of such
+measurements.
 
 A product is C [M, N] = A [M, K] @ B [K, N]. As in BLAS, a layout consists of one letter for A and
 one for B: "n" is a matrix stored row by row, and "t" is the transposed view of such a matrix. A
@@ -73,8 +73,8 @@ class GemmProduct:
 
     Attributes:
         part: part of the benchmark to which the product belongs.
-        group: name of the group of products that are compared with each other. It names the
-            dimension that varies, or the storage of the weights ("conv1d" or "linear").
+        group: name of the group of products to compare with each other. It names the dimension that
+            varies, or the storage of the weights ("conv1d" or "linear").
         value: size of the dimension that varies; 0 if no dimension varies.
         name: name used in tables.
         m: number of rows of A and C.
@@ -710,7 +710,7 @@ class GemmRun:
             product.
         rounds: number of rounds that have started.
         loops: result of `measure_loops`; None until it is measured, and always None on GPUs.
-        complete: True once everything is measured.
+        complete: True once everything has been measured.
 
     Raises:
         ConfigError: a name is unknown, or the device has no hardware support for a dtype.

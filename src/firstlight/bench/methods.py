@@ -8,8 +8,7 @@ The result consists of two tables:
   compilation, and has one micro-batch per step.
 - "ladder" contains the methods of Raschka's "PyTorch Performance Tips for Faster LLM Training" in
   the same order. Each row adds one method to the rows before it. For a GPT-2 model, the first row
-  uses a mask, LayerNorm and GELU that are implemented with elementary operations
-  (`steps.write_out`).
+  uses a mask, LayerNorm and GELU implemented with elementary operations (`steps.write_out`).
 
 The recipe of each row is trained for a few steps in a fresh process (`steps` describes the
 measurements). With `quick` on a CPU, this process is forked from a process that has already
@@ -106,8 +105,8 @@ class MethodOutcome(RowOutcome):
 
 PLAIN = MethodRow("plain")
 
-#: Key in `MethodRow.changes` for the parts of the model that are implemented with elementary
-#: operations. It is not a recipe key; its value is a list of names in `steps.WRITTEN_OUT_PARTS`.
+#: Key in `MethodRow.changes` for the parts of the model to implement with elementary operations. It
+#: is not a recipe key; its value is a list of names in `steps.WRITTEN_OUT_PARTS`.
 WRITTEN_OUT = "bench.written_out"
 
 #: Key in `MethodRow.changes` for the number of processes, which share the threads of a CPU or use
@@ -508,7 +507,7 @@ Tables = Mapping[str, Sequence[MethodRow]]
 
 
 def recipe_keys(changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the changes of a row that apply to recipe keys."""
+    """Return the changes of a row without the entries that are not recipe keys."""
     return {key: value for key, value in changes.items() if key not in (WRITTEN_OUT, PROCESSES)}
 
 
@@ -522,7 +521,7 @@ def processes_here(hardware: Hardware) -> int:
 
 
 def tables_of(bench: MethodsBench, plan: StepsPlan) -> dict[str, list[MethodRow]]:
-    """Return the rows of both tables that are selected by the options (see `choose_rows`)."""
+    """Return the rows of both tables that the options select (see `choose_rows`)."""
     size = (plan.micro_batch_size, plan.seq_len, plan.hardware)
     is_gpt2 = isinstance(plan.model, GPT2Config)
     processes = processes_here(plan.hardware)
@@ -533,8 +532,8 @@ def tables_of(bench: MethodsBench, plan: StepsPlan) -> dict[str, list[MethodRow]
 def choose_rows(
     tables: dict[str, list[MethodRow]], names: Sequence[str]
 ) -> dict[str, list[MethodRow]]:
-    """Return the rows that are selected by their own name or by the name of their table. If there
-    are no names, return all rows.
+    """Return the rows selected by their own name or by the name of their table. If there are no
+    names, return all rows.
 
     Selecting a row of the table "alone" also selects the plain run, which is the baseline.
     Selecting a row of the ladder also selects the rows before it, because it includes their
@@ -566,7 +565,7 @@ def bench_methods(bench: MethodsBench, on_run: Keep) -> Result:
 
     Args:
         bench: options of the benchmark.
-        on_run: function that is called after each run with the results measured so far.
+        on_run: function called after each run with the results measured so far.
 
     Returns:
         A dict with the values of `StepsPlan.head` and the keys "quick", "complete", "alone" and

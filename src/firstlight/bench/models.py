@@ -94,8 +94,7 @@ def config_of(values: dict[str, Any], where: str = "the model") -> ModelConfig:
 
 
 def find_model(name: str) -> ModelConfig:
-    """Return the config of a model, which is specified by a name in `MODELS` or by a recipe file
-    (.yaml).
+    """Return the config of a model specified by a name in `MODELS` or by a recipe file (.yaml).
 
     Raises:
         ConfigError: the name is unknown, or the recipe is invalid or does not specify a model.

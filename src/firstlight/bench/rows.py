@@ -3,7 +3,7 @@
 A benchmark defines rows and a module that measures a single row. The module receives a request and
 returns a JSON object. Each row is measured in a fresh process. If this process runs out of memory,
 crashes or times out, the other rows are not affected, and the row is not retried. The rows are
-measured in turn (A B A B), so that other load on the machine affects all of them.
+measured in turn (A B A B), so that other load on the machine affects them equally.
 
 The docstring of an options class also provides the help text of each option. Default values are in
 brackets.
@@ -179,8 +179,8 @@ def take_turns(
         outcome_of: function that returns the `RowOutcome` for the name of a row. Rows that share a
             `RowOutcome` are measured only once.
         measure: function that performs one measurement for a name and returns the result.
-        on_turn: function that is called after every measurement.
-        before_turn: function that is called before each turn of all rows.
+        on_turn: function called after every measurement.
+        before_turn: function called before each turn, which measures every row once.
     """
     with progress_bar() as progress:
         task = progress.add_task(title, total=turns * len(names))

@@ -92,7 +92,7 @@ from firstlight.training.starting_model import attach
 #: Number of steps over which the learning rate rises linearly.
 _RISE_STEPS = 4
 
-#: Number of tokens per epoch that is assumed when open keys are resolved.
+#: Assumed number of tokens per epoch when open keys are resolved.
 EPOCH_TOKENS = 10**9
 
 
@@ -447,8 +447,8 @@ class Tokens:
         return separate_documents(starts, self.seq_len, eos_opens=True)[0]
 
 
-# Parts of a GPT-2 model that are implemented with elementary operations, as in textbooks, instead
-# of torch's classes. They are used only in the first rows of the ladder of `bench methods`.
+# Parts of a GPT-2 model implemented with elementary operations, as in textbooks, instead of torch's
+# classes. They are used only in the first rows of the ladder of `bench methods`.
 
 #: Names of the parts that can be replaced with elementary operations. With "mask", each layer
 #: stores a causal mask of the full context in fp32. For each batch, the layer slices and converts
@@ -490,8 +490,8 @@ def _attend_with(
 
 
 def write_out(model: Model, parts: Collection[str], context: int) -> None:
-    """Replace parts of a GPT-2 model with versions that are implemented with elementary operations.
-    The weights do not change, and the results are the same up to rounding.
+    """Replace parts of a GPT-2 model with versions implemented with elementary operations. The
+    weights do not change, and the results are the same up to rounding.
 
     Args:
         model: the model, modified in place.
