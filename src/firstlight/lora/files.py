@@ -328,7 +328,7 @@ def adapter_settings(folder: Path) -> str:
 
 
 class Adapter(NamedTuple):
-    """An adapter that was read from a folder.
+    """An adapter read from a folder.
 
     Attributes:
         config: settings that `add_lora` needs to create the adapter's layers.
@@ -488,7 +488,7 @@ def fit_vocabulary(model: Model, folder: Path, vocab_multiple: int) -> None:
     rows are initialised with the mean of the existing rows.
 
     Args:
-        model: base model, which is modified in place.
+        model: base model to modify in place.
         folder: the adapter's folder.
         vocab_multiple: the number of rows of the embedding is rounded up to a multiple of this
             number.
@@ -561,8 +561,8 @@ def _read(stored: StoredTensor) -> Tensor:
     return stored.read()
 
 
-#: Names under which an adapter file stores the original weight of an embedding or head that is
-#: adapted or has trained rows.
+#: Names under which an adapter file stores the original weight of an embedding or head with an
+#: adapter or trained rows.
 _COPIES = ("token_adapter.base_layer.weight", "base_layer.weight")
 
 
@@ -578,7 +578,7 @@ def _take_base_tables(
     tensors.
 
     Args:
-        model: base model, which is modified in place.
+        model: base model to modify in place.
         copies: tensors in the adapter file that are not part of the adapter, keyed by name.
         path: path of the adapter file, for error messages.
         trained: ids of the tokens whose rows the adapter replaces, keyed by the name of the
@@ -627,8 +627,8 @@ def _take_base_tables(
 
 
 def adapter_files(model: Model, config: LoraConfig, base: str) -> dict[str, str]:
-    """Return the contents of the text files that are saved together with `adapter_tensors`, keyed
-    by file name.
+    """Return the contents of the text files to save together with `adapter_tensors`, keyed by file
+    name.
 
     Args:
         model: a model with adapters.
