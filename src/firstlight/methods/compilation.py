@@ -107,8 +107,8 @@ def compiled(
         config: the recipe's `efficiency` section.
         forward: function that computes the forward pass: the model, or an engine that wraps it.
     """
-    # All micro-batches of a run have the same shape, and code that is compiled for a fixed shape is
-    # faster than code for arbitrary shapes.
+    # All micro-batches of a run have the same shape, and code compiled for a fixed shape is faster
+    # than code for arbitrary shapes.
     options: dict[str, Any] = {"backend": config.compile_backend, "dynamic": False}
     if config.compile_mode != "default":
         options["mode"] = config.compile_mode

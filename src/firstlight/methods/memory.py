@@ -27,8 +27,8 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-# These imports register operators that are listed in `_KEPT`. `firstlight.models` registers the
-# operators for experts.
+# These imports register operators listed in `_KEPT`. `firstlight.models` registers the operators
+# for experts.
 import firstlight.lora.quantized
 import firstlight.models.blockwise  # noqa: F401
 from firstlight.errors import ConfigError
@@ -68,8 +68,8 @@ _DROPOUT_AT = {
     _aten._scaled_dot_product_cudnn_attention.default: 5,
 }
 
-#: Minimum number of elements in a tensor that is offloaded. Offloading smaller tensors takes time
-#: but saves little memory.
+#: Minimum number of elements that a tensor must have to be offloaded. Offloading smaller tensors
+#: takes time but saves little memory.
 _OFFLOADED_ELEMENTS = 1024
 
 
@@ -90,7 +90,7 @@ def checkpoint_layers(model: Model, selective: bool) -> None:
     gradients are bit-identical to the gradients without recomputation.
 
     Args:
-        model: plain model, which is modified in place.
+        model: plain model to modify in place.
         selective: True to keep the results of matrix products and attention (see `keeps_result`).
     """
     for layer in model.layers:
@@ -152,10 +152,10 @@ def offloaded_activations(model: nn.Module) -> contextlib.AbstractContextManager
     return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
 
 
-#: Number of activations that are copied in parallel with the computation, in each direction. With a
-#: single copy, the activation of one checkpointed layer can already be copied while the next layer
-#: is computed. With two copies, the planned memory for full fine-tuning of Llama 3.2 3B would be
-#: 1.3 GiB larger.
+#: Number of activations copied in parallel with the computation, in each direction. With a single
+#: copy, the activation of one checkpointed layer can already be copied while the next layer is
+#: computed. With two copies, the planned memory for full fine-tuning of Llama 3.2 3B would be 1.3
+#: GiB larger.
 COPIES_BESIDE = 1
 
 #: A tensor on the GPU, and the event that marks the end of its copy.
@@ -164,14 +164,13 @@ _Copy = tuple[Tensor, torch.cuda.Event]
 
 @dataclass(eq=False)
 class _Activation:
-    """A GPU activation that is stored in page-locked host memory.
+    """A GPU activation stored in page-locked host memory.
 
     Attributes:
         kept: copy of the activation in host memory.
         device: GPU of the activation.
-        before: function that returns the activation that was saved before this one. The backward
-            pass needs that activation next. The function returns None if the activation has been
-            freed.
+        before: function that returns the activation saved just before this one. The backward pass
+            needs that activation next. The function returns None if the activation has been freed.
         back: tensor on the GPU to which the activation is copied back. It is None until this copy
             starts, and again after the backward pass has used the tensor.
         is_back: True if the backward pass has used the tensor on the GPU.
@@ -287,11 +286,11 @@ def keep_memory(hardware: Hardware, *, sharded: bool = False) -> bool:
 
     Args:
         hardware: hardware of the process.
-        sharded: True for a model that is sharded over processes. In this case, the memory of large
-            tensors is still returned to the system. Gathered layers and gradients have many
-            different sizes and are placed between the activations. If their memory were kept, it
-            would leave gaps into which no other tensor fits. In one measurement, there were 1 GiB
-            of gaps in addition to 0.8 GiB in use, so that fsdp took more memory than ddp.
+        sharded: True for a model sharded over processes. In this case, the memory of large tensors
+            is still returned to the system. Gathered layers and gradients have many different sizes
+            and are placed between the activations. If their memory were kept, it would leave gaps
+            into which no other tensor fits. In one measurement, there were 1 GiB of gaps in
+            addition to 0.8 GiB in use, so that fsdp took more memory than ddp.
     """
     if hardware.device.type != "cpu" or sys.platform != "linux":
         return False
@@ -335,7 +334,7 @@ def chunk_loss(model: Model, chunk_tokens: int, z_loss_coef: float = 0.0) -> Non
     (Wijmans et al. 2024, arXiv 2411.09009) and in Liger-Kernel's fused linear cross-entropy.
 
     Args:
-        model: plain model, which is modified in place.
+        model: plain model to modify in place.
         chunk_tokens: number of tokens in a chunk.
         z_loss_coef: coefficient of the z-loss (see `head_loss`).
 
