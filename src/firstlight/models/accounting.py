@@ -146,9 +146,9 @@ def _visited_share(config: ModelConfig) -> float:
 def train_flops_per_token(model: Model, seq_len: int, *, frozen: bool = False) -> float:
     """Return the FLOPs per token of a forward and backward pass, without recomputation.
 
-    - Matrices: 6 FLOPs per weight that is applied to the token, 2 in the forward pass and 4 in the
-      backward pass. The head is included even if it is tied. Embedding lookups and routed experts
-      that are not chosen for the token are not included.
+    - Matrices: 6 FLOPs per weight applied to the token, 2 in the forward pass and 4 in the backward
+      pass. The head is included even if it is tied. Embedding lookups and routed experts that are
+      not chosen for the token are not included.
     - Attention: 12 * heads * head_dim FLOPs per layer for each token that the current token attends
       to. Because attention is causal, a token attends to half of the sequence on average, or less
       with a sliding window. Chowdhery et al. 2022 (arXiv 2204.02311, appendix B) count the full

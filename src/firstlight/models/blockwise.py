@@ -1,5 +1,4 @@
-"""Causal attention that is computed in blocks of queries and does not save the scores for the
-backward pass.
+"""Causal attention, computed in blocks of queries without saving the scores for the backward pass.
 
 Attention (Vaswani et al. 2017, arXiv 1706.03762) is computed for one block of queries at a time,
 together with all keys that these queries attend to. The scores of a block fit in a CPU core's
@@ -27,9 +26,9 @@ from firstlight.models.ops import (
     product_dtype,
 )
 
-#: Sizes of the blocks: number of queries per block, number of scores that are computed at a time,
-#: and minimum number of query heads that are processed at a time. On an AMD EPYC, in bf16 with 256
-#: to 8,192 tokens, halving or doubling any of these numbers made attention up to 20% slower.
+#: Sizes of the blocks: number of queries per block, number of scores computed at a time, and
+#: minimum number of query heads processed at a time. On an AMD EPYC, in bf16 with 256 to 8,192
+#: tokens, halving or doubling any of these numbers made attention up to 20% slower.
 QUERIES = 128
 SCORES = 2**21
 _LEAST_HEADS = 4
@@ -56,7 +55,7 @@ def blockwise_attention(
     if dropout:
         shape = *q_BHTD.shape[:-1], k_BKSD.shape[-2]
         kept_BHTS = q_BHTD.new_empty(shape, dtype=torch.bool).bernoulli_(1 - dropout)
-    # As in torch's dropout, the weights that are kept are multiplied by 1 / (1 - dropout).
+    # As in torch's dropout, the remaining weights are multiplied by 1 / (1 - dropout).
     growth, bound = 1 / (1 - dropout), softcap or 0.0
     result: Tensor = _attention(
         q_BHTD, k_BKSD, v_BKSD, mask, kept_BHTS, growth, bound, sinks_H, scale

@@ -78,9 +78,9 @@ class KVCache:
         states: recurrent states of each layer, as a tuple of tensors [B, ...] in at least fp32. The
             tuple is empty for layers that store keys and values.
         length: number of tokens stored so far.
-        least_length: minimum sequence length, in tokens, that is used to compute rotary frequencies
-            that depend on the length. It is set when the sequences are known to become at least
-            this long.
+        least_length: lower bound, in tokens, on the sequence length used to compute rotary
+            frequencies that depend on this length. It is set when the sequences are known to become
+            at least this long.
     """
 
     def __init__(

@@ -209,8 +209,8 @@ class DeepseekConfig(DecoderConfig):
             raise ValueError("norm_topk_prob and rope_interleave are keys of deepseek_v3 models")
         return self
 
-    # This method overrides `DecoderConfig._check_visited`, because each token can use only the
-    # experts of some groups if the experts are divided into groups.
+    # This method overrides `DecoderConfig._check_visited`, because group-limited routing restricts
+    # each token to the experts of some groups.
     @model_validator(mode="after")
     def _check_visited(self) -> Self:
         if self.num_experts % self.n_group or self.topk_group > self.n_group:
@@ -243,8 +243,8 @@ class DeepseekConfig(DecoderConfig):
 
     @property
     def cached_numbers(self) -> int:
-        """Number of elements that are cached per token and layer. It is the sum of the sizes of the
-        KV latent and the rotated key."""
+        """Number of elements cached per token and layer: the sum of the sizes of the KV latent and
+        the rotated key."""
         return self.kv_lora_rank + self.qk_rope_head_dim
 
     def has_experts(self, layer: int) -> bool:
@@ -369,8 +369,8 @@ class DeepseekRouter(Router):
 
     Attributes:
         has_bias: True for DeepSeek-V3, whose routers have an `e_score_correction_bias`.
-        e_score_correction_bias: fp32 bias [E] that is added to the scores when experts are chosen.
-            Only DeepSeek-V3 has this bias. It is a buffer, so it does not receive a gradient. It is
+        e_score_correction_bias: fp32 bias [E] added to the scores when experts are chosen. Only
+            DeepSeek-V3 has this bias. It is a buffer, so it does not receive a gradient. It is
             always stored in fp32, and it is saved with the weights.
     """
 
@@ -499,9 +499,9 @@ class Deepseek(Llama):
         """Compute the load-balancing loss of a forward pass. See `LanguageModel.balance` for the
         arguments and the result.
 
-        The loss uses the experts chosen by group-limited routing, and scores that are normalised to
-        sum to 1 for each token (DeepSeek-V3, arXiv 2412.19437, equations 17 to 20). Means are taken
-        over all tokens of the forward pass."""
+        The loss uses the experts chosen by group-limited routing, and scores normalised to sum to 1
+        for each token (DeepSeek-V3, arXiv 2412.19437, equations 17 to 20). Means are taken over all
+        tokens of the forward pass."""
         layers = [layer.mlp for layer in self.layers if isinstance(layer.mlp, DeepseekMLP)]
         scores = [mlp.scores(one) for mlp, one in zip(layers, router_logits, strict=True)]
         chosen = [mlp.chosen(one) for mlp, one in zip(layers, scores, strict=True)]

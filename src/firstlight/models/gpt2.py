@@ -47,9 +47,9 @@ ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
     "relu": F.relu,
 }
 
-#: Keys that were added after the first versions. They are omitted from the dumped section if they
-#: have their default values. The hash of a base model then still matches the hash stored in
-#: existing LoRA runs.
+#: Keys added after the first versions. They are omitted from the dumped section if they have their
+#: default values, so that the hash of a base model still matches the hash stored in existing LoRA
+#: runs.
 _LATER_KEYS = ("scale_attn_weights", "scale_attn_by_inverse_layer_idx")
 
 _GGUF = GGUFSpec(

@@ -73,8 +73,8 @@ class LanguageModel(nn.Module):
             the name is always `lm_head.weight`.
         residual_projections: substrings that occur in the names of the projections that write into
             the residual stream.
-        zero_vectors: name suffixes of the vectors that are initialised to zero. All other vectors
-            are weights of norms.
+        zero_vectors: name suffixes of the vectors initialised to zero. All other vectors are
+            weights of norms.
         tensor_parallel_plan: mapping from a module's name to its kind of sharding in tensor
             parallelism (see `Llama.tensor_parallel_plan`); empty if tensor parallelism is not
             supported.

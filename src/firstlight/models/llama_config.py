@@ -357,7 +357,7 @@ class LlamaConfig(DecoderConfig):
 #: Keys for which null in config.json is a valid value. For all other keys, null means the default.
 _NULLABLE = ("attn_logit_softcapping", "final_logit_softcapping")
 
-#: Settings that are read by `_windows_from_json` and `_rope_from_json` only.
+#: Settings read only by `_windows_from_json` and `_rope_from_json`.
 _READ_APART = ("sliding_window", "max_window_layers", "layer_types", "partial_rotary_factor")
 
 _SAME_ACTIVATION = {"swish": "silu"}

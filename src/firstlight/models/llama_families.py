@@ -353,8 +353,8 @@ DENSE: dict[str, FamilySpec] = {
 #: Keys that some families do not have.
 OWN_KEYS: frozenset[str] = frozenset(key for spec in DENSE.values() for key in spec.own_keys)
 
-#: Keys that were added after the first families. They are omitted when the config of a family
-#: without them is dumped, so that the hashes of older configs stay valid.
+#: Keys added after the first families. They are omitted when the config of a family without them is
+#: dumped, so that the hashes of older configs stay valid.
 LATER_KEYS: frozenset[str] = frozenset(
     (
         *MULTIPLIERS,

@@ -27,8 +27,8 @@ from firstlight.models.ops import product_dtype
 
 
 class Router(nn.Linear):
-    """A linear layer that computes the router logits, from which the experts of each token are
-    chosen. It is a separate class, so that routers can be excluded from LoRA adapters and from
+    """A linear layer that computes the router logits, by which the experts of each token are
+    chosen. It is a separate class so that routers can be excluded from LoRA adapters and
     quantisation."""
 
 
@@ -316,8 +316,8 @@ class RouterStatistics:
     Attributes:
         loss_sum: load-balancing loss times the number of valid labels, summed over the forward
             passes, []; None before the first pass.
-        visits_LE: number of tokens that were routed to each expert of each layer, int64 [L, E];
-            None before the first pass.
+        visits_LE: number of tokens routed to each expert of each layer, int64 [L, E]; None before
+            the first pass.
     """
 
     def __init__(self) -> None:

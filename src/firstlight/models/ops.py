@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-#: Label of tokens that are excluded from the loss, as in `torch.nn.functional.cross_entropy`.
+#: Label of tokens excluded from the loss, as in `torch.nn.functional.cross_entropy`.
 IGNORE_INDEX = -100
 
 
@@ -386,8 +386,8 @@ def logits_without_padding(
         softcap: soft cap of the logits (see `soft_capped`); None for no cap.
 
     Returns:
-        Logits [B, T, V]. In code that is compiled for a GPU, the shape is [B, T, V or more], and
-        the logits of padding rows are -inf.
+        Logits [B, T, V]. In code compiled for a GPU, the shape is [B, T, V or more], and the logits
+        of padding rows are -inf.
     """
     # Compiled code keeps the padding, because the kernels that torch.compile generates for GPUs
     # read rows of odd length one element at a time.

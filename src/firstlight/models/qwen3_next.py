@@ -534,8 +534,8 @@ class Qwen3NextAttention(LlamaAttention):
 
 
 class Qwen3NextMLP(SparseMLP):
-    """The experts of one layer: routed experts, and a shared expert that is applied to every token.
-    The output of the shared expert is multiplied by a sigmoid gate."""
+    """The experts of one layer: routed experts, and a shared expert applied to every token. The
+    output of the shared expert is multiplied by a sigmoid gate."""
 
     def __init__(self, config: Qwen3NextConfig) -> None:
         super().__init__(config)
