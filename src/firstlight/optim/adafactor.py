@@ -25,7 +25,7 @@ AdafactorVariant = Literal["auto", "paper", "torch"]
 #: gradient is zero.
 _EPS_OF_SQUARES = 1e-30
 #: Lower bound on the root mean square by which a parameter's steps are scaled. Without this bound,
-#: parameters that are initialised to zero would never change.
+#: parameters initialised to zero would never change.
 _EPS_OF_SCALE = 1e-3
 
 

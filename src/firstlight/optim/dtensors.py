@@ -1,4 +1,4 @@
-"""Functions for working with parameters that are sharded over processes as torch DTensors."""
+"""Functions for working with parameters sharded over processes as torch DTensors."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """The optimizer of a run. It updates the parameters, clips gradients, and saves and restores the
-optimizer state, which is keyed by parameter name.
+optimizer state, keyed by parameter name.
 
 The table of all optimizers is in `config.py`.
 """
@@ -36,7 +36,7 @@ from firstlight.optim.spec import (
 
 
 class MasterWeights:
-    """fp32 copies of the parameters that are stored in fewer than 32 bits.
+    """fp32 copies of the parameters stored in fewer than 32 bits.
 
     An update is often smaller than half the distance between two neighbouring bf16 numbers (2^-8 of
     the value), so adding it to a bf16 parameter would not change the parameter. Therefore, updates
@@ -45,8 +45,8 @@ class MasterWeights:
 
     Args:
         parameters: trained parameters of a model, keyed by name.
-        initial: fp32 values, keyed by parameter name, which are used as the master weights without
-            copying. A master weight without an initial value is initialised with the value of its
+        initial: fp32 values, keyed by parameter name, to use as the master weights without copying
+            them. A master weight without an initial value is initialised with the value of its
             parameter.
 
     Attributes:
@@ -169,9 +169,9 @@ def make_optimizers(
 class Optimizer:
     """One or more torch optimizers that together update all trained parameters of a model.
 
-    Each parameter that is stored in fewer than 32 bits, such as a bf16 parameter, gets an fp32
-    master weight. Master weights take 4 bytes per value, in addition to the 2 bytes of the
-    parameter. Optimizer state and gradients then belong to the master weights.
+    Each parameter stored in fewer than 32 bits, such as a bf16 parameter, gets an fp32 master
+    weight. Master weights take 4 bytes per value, in addition to the 2 bytes of the parameter.
+    Optimizer state and gradients then belong to the master weights.
 
     Args:
         model: model whose parameters with `requires_grad` are updated. The names of the optimizer
@@ -230,8 +230,8 @@ class Optimizer:
                 dict(itertools.islice(items, len(some)))
                 for some in in_lists(updated.values(), most)
             ]
-        #: Mapping from a parameter's name to the names of all parameters that are updated together
-        #: with it in the backward pass.
+        #: Mapping from a parameter's name to the names of all parameters updated together with it
+        #: in the backward pass.
         self._list_of = {
             name: names for names in map(tuple, parts if in_backward else ()) for name in names
         }
@@ -417,8 +417,7 @@ class Optimizer:
                 optimizer.state[parameter]["step"] -= 1
 
     def zero_grad(self) -> None:
-        """Free the gradients, and discard the gradient norms that were recorded with
-        `in_backward`."""
+        """Free the gradients, and discard the gradient norms recorded with `in_backward`."""
         self._norms.clear()
         self._divisor = None
         for name, parameter in self.parameters.items():
@@ -512,8 +511,8 @@ class Optimizer:
         as torch's optimizers.
 
         Args:
-            fill: function that writes the values into the `state_shards`, which are passed to it
-                and are initially zero.
+            fill: function that receives the `state_shards`, which are initially zero, and writes
+                the values into them.
         """
         for name, layout in self._layouts().items():
             (spec, optimizer, _), parameter = self._part_of[name], self._masters.updated[name]

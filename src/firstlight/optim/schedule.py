@@ -428,7 +428,7 @@ class DecidedLength(PredictedLength):
 
 
 def most_steps(config: ScheduleConfig, rows_per_epoch: int, batch: BatchSchedule) -> int | None:
-    """Return the number of steps that is set by `max_steps` or `epochs`, or None if neither is set.
+    """Return the number of steps set by `max_steps` or `epochs`, or None if neither is set.
 
     Args:
         config: the recipe's `schedule` section.

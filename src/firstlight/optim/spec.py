@@ -111,9 +111,9 @@ def decay_cautiously(
         parameter.mul_(1 - amount * decays)
 
 
-#: Maximum number of parameter values that are updated together on a GPU. Their temporary copies
-#: take at most 32 MiB. Larger parameters are updated one at a time, because a single such update
-#: keeps a GPU busy.
+#: Maximum number of parameter values updated together on a GPU. Their temporary copies take at most
+#: 32 MiB. Larger parameters are updated one at a time, because a single such update keeps a GPU
+#: busy.
 LIST_VALUES = 1 << 23
 
 
