@@ -330,8 +330,8 @@ def _gathered(parameter: nn.Parameter, *, changed: bool = False) -> Iterator[Non
 
 
 def _forget_closed_group() -> None:
-    """Make DeepSpeed use torch's current process group if it still refers to the group of an
-    earlier run in this process. That group has been closed.
+    """Make DeepSpeed use torch's current process group if it still refers to the closed process
+    group of an earlier run in this process.
     """
     from deepspeed.comm import comm
     from deepspeed.utils import groups
@@ -347,7 +347,7 @@ def _forget_closed_group() -> None:
 
 
 def _cast_inside(model: Model, device: torch.device, dtype: torch.dtype) -> None:
-    """Wrap the model's forward function in autocast. DeepSpeed disables autocast that is enabled
+    """Wrap the model's forward function in autocast. DeepSpeed disables autocast if it was enabled
     outside its engine.
     """
     plain: Callable[..., Tensor] = model.forward
@@ -604,8 +604,8 @@ class ZeroOptimizer(Optimizer):
         return torch.where(norm < 0, torch.inf, norm) / grad_scale
 
     def step(self, found_inf: Tensor | None = None) -> None:
-        """Divide the gradients by the `grad_scale` that was passed to `clip_gradients`, clip them
-        to `max_grad_norm`, and update the parameters. `found_inf` is ignored.
+        """Divide the gradients by the `grad_scale` passed to `clip_gradients`, clip them to
+        `max_grad_norm`, and update the parameters. `found_inf` is ignored.
         """
         # The loss was scaled outside of DeepSpeed before the backward pass. Tell DeepSpeed the
         # scale, so that its update divides the gradients by it.
@@ -698,8 +698,8 @@ class ZeroOptimizer(Optimizer):
         self.load_state_tensors(tensors)
 
     def _layouts(self) -> dict[str, Layout]:
-        # Parameters that stage 3 has sharded have shape [0], so use the shapes and strides that
-        # were recorded before sharding.
+        # Parameters that stage 3 has sharded have shape [0], so use the shapes and strides recorded
+        # before sharding.
         return self._expected or super()._layouts()
 
     def _steps(self) -> Tensor:

@@ -4,7 +4,7 @@ torch's agent assigns ranks over several machines, restarts failed ranks, and ho
 store that outlives a restart. The agent in this module differs from torch's agent as follows:
 
 - The failure of a rank is immediately announced to the other ranks, which then exit on their own.
-- A run that was stopped by a signal and has saved a checkpoint does not count as a failure and is
+- A run that saves a checkpoint after being stopped by a signal does not count as a failure and is
   not restarted.
 - The ranks are killed if the launcher is killed.
 - The terminal shows the messages of rank 0. Messages of another rank are shown only if it fails.

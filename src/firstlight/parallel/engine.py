@@ -112,8 +112,8 @@ class Engine:
         device: this process's device.
 
     Attributes:
-        name: name of the engine that is used between processes that compute different sequences:
-            "none", "ddp", "fsdp" or "deepspeed".
+        name: name of the engine used between processes that compute different sequences: "none",
+            "ddp", "fsdp" or "deepspeed".
         keeps_shards: True if `share` shards the weights over the processes.
         shards_state: True if each process keeps only a shard of the optimizer's state.
         keeps_buckets: True if the gradients' memory stays allocated between steps. This is the case

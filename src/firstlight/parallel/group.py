@@ -326,8 +326,8 @@ def process_group(
         # get an error.
         _close_broken_group()
         if own.rank == 0 and not hosted_by_agent():
-            # The store ends when this process, its host, ends. Give the other ranks some time to
-            # read the failure first.
+            # This process hosts the store, so the store ends together with it. Give the other ranks
+            # some time to read the failure first.
             time.sleep(TALK_SECONDS)
         if failure is None:
             raise
