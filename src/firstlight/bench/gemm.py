@@ -257,9 +257,9 @@ def model_products(shape: GPT2Shape, tokens: int) -> list[GemmProduct]:
 
 
 def alignment_products(shape: GPT2Shape, base: int, tokens: int) -> list[GemmProduct]:
-    """Return the products that show the effect of alignment. These are square products in which one
-    dimension is changed to aligned and unaligned sizes, and the products of a model's MLP with
-    aligned and unaligned hidden sizes.
+    """Return the products that show the effect of alignment: square products in which one dimension
+    is changed to aligned and unaligned sizes, and the products of a model's MLP with aligned and
+    unaligned hidden sizes.
 
     The layout is "nt", in which K is the contiguous dimension of A and B, and N is the contiguous
     dimension of C.
@@ -444,8 +444,8 @@ _CALL_BYTES = 1 << 22
 #: Number of measurements for each row of a table. The table shows the median.
 _REPEATS = 5
 
-#: Number of measurements for each number of concurrent products. It is larger than `_REPEATS`,
-#: because each measurement takes only a few milliseconds.
+#: Number of measurements for each number of concurrent products. This can be larger than
+#: `_REPEATS`, because each measurement takes only a few milliseconds.
 _WAVE_REPEATS = 15
 
 

@@ -18,10 +18,11 @@ weights. Rates are medians over the timed steps of all turns. A row that can't r
 is skipped, and the reason is shown. A row that fails is shown with its error, and the ladder
 continues without it.
 
-MFU is relative to the same rate in all rows. This is the machine's rate of bf16 matrix products
-(`hardware.device.peak_flops`). On a CPU that computes fp32 products faster, it is the rate of fp32
-products. The rate is measured at the start and at the end, and the higher value is used. Operations
-that are computed a second time, as with activation checkpointing, are counted only once.
+In all rows, MFU is relative to the machine's rate of bf16 matrix products
+(`hardware.device.peak_flops`). On a CPU that computes fp32 products faster, the rate of fp32
+products is used instead. The rate is measured at the start and at the end, and the higher value is
+used. Operations that are computed a second time, as with activation checkpointing, are counted only
+once.
 """
 
 from __future__ import annotations
@@ -162,8 +163,8 @@ def larger_batch(micro_batch_size: int) -> dict[str, Any]:
 
 
 def _chunk_tokens(micro_batch_size: int, seq_len: int) -> int:
-    """Return the number of tokens per chunk of the loss. It is half of the smallest micro-batch of
-    any row, so that each micro-batch has at least two chunks.
+    """Return the number of tokens per chunk of the loss: half of the smallest micro-batch of any
+    row, so that each micro-batch has at least two chunks.
     """
     smallest: int = accumulation(micro_batch_size)["batch.micro_batch_size"]
     return max(1, smallest * seq_len // 2)

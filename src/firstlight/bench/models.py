@@ -74,7 +74,7 @@ MODELS: dict[str, dict[str, Any]] = {
 #: still accepted.
 OLD_NAMES = {"gpt2-350m": "gpt2-355m"}
 
-#: Vocabulary size for recipes that do not specify one. It is the vocabulary size of GPT-2.
+#: Vocabulary size of GPT-2, used for recipes that do not specify a vocabulary size.
 _VOCAB_SIZE = 50257
 
 
