@@ -249,8 +249,8 @@ def adapter_chain(folder: Path) -> list[Path]:
     itself an adapter, the folder of its base follows, and so on. The last folder is a model folder.
     If `folder` is a model folder, return [folder].
 
-    The base model is specified by `base_model_name_or_path`. This is a path, which can be relative
-    to the adapter's folder, or the hub id of a model, which is then downloaded.
+    `base_model_name_or_path` specifies the base model, as a path, which can be relative to the
+    adapter's folder, or as the hub id of a model to download.
 
     Raises:
         ModelError: a base is missing, or an adapter is its own base.
@@ -273,8 +273,8 @@ def adapter_chain(folder: Path) -> list[Path]:
 
 
 def config_folder(folder: Path) -> Path:
-    """Return the folder whose config.json describes a model. This is the given folder or, for an
-    adapter without a config.json, the folder of its base model.
+    """Return the folder whose config.json describes a model: the given folder or, for an adapter
+    without a config.json, the folder of its base model.
 
     Raises:
         ModelError: see `adapter_chain`.

@@ -77,8 +77,8 @@ class LoadedModel:
 
     @functools.cached_property
     def chat_end_ids(self) -> tuple[int, ...]:
-        """Ids of the tokens that end a response in a chat. These are the `eos_token_ids` and the
-        token that ends a turn in the chat template."""
+        """Ids of the tokens that end a response in a chat: the `eos_token_ids` and the token that
+        ends a turn in the chat template."""
         turn_ends = () if self.tokenizer is None else turn_end_ids(self.tokenizer)
         return tuple(dict.fromkeys((*self.eos_token_ids, *turn_ends)))
 
