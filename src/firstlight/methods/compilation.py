@@ -67,8 +67,7 @@ def _missing_on_cpu() -> str:
         return "a C++ compiler on a CPU: install g++ or clang"
     if not _has_python_headers():
         return "Python's headers on a CPU: install python3-dev or your system's equivalent"
-    # Apple's compiler does not include OpenMP. These are the folders in which inductor looks for
-    # it.
+    # Apple's compiler does not include OpenMP, so inductor looks for it in these folders.
     places = (
         os.environ.get("OMP_PREFIX"),
         os.environ.get("CONDA_PREFIX"),

@@ -321,7 +321,7 @@ def give_back_unused(hardware: Hardware) -> None:
         trim(0)
 
 
-# The loss, computed in chunks of tokens. It is a custom operator, which torch.compile calls without
+# The loss, computed in chunks of tokens by a custom operator, which torch.compile calls without
 # tracing into it.
 
 

@@ -240,7 +240,7 @@ def _fp8_conv1d(layer: Conv1D, settings: Any, x: Tensor) -> Tensor:
 
 def fp8_layers(model: nn.Module) -> dict[str, nn.Linear | Conv1D]:
     """Return the layers whose matrix products are computed in fp8 with precision "fp8", keyed by
-    name. These are the large layers whose sizes are multiples of 16, as fp8 tensor cores require.
+    name. A layer must be large, and its sizes must be multiples of 16, as fp8 tensor cores require.
     The head is excluded, because its rounding errors would directly affect the loss. Routers are
     also excluded."""
     # With LoRA, the head's linear layer is called `lm_head.base_layer`.
