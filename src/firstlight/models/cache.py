@@ -54,8 +54,8 @@ class Cache(Protocol):
         tensors do not change."""
 
     def advance(self, new: int) -> None:
-        """Increase the length of all sequences by `new` tokens. This is called after all layers
-        have stored the new tokens."""
+        """Increase the length of all sequences by `new` tokens. Called after all layers have stored
+        the new tokens."""
 
 
 class KVCache:

@@ -370,8 +370,8 @@ class DeepseekRouter(Router):
     Attributes:
         has_bias: True for DeepSeek-V3, whose routers have an `e_score_correction_bias`.
         e_score_correction_bias: fp32 bias [E] added to the scores when experts are chosen. Only
-            DeepSeek-V3 has this bias. It is a buffer, so it does not receive a gradient. It is
-            always stored in fp32, and it is saved with the weights.
+            DeepSeek-V3 has this bias. It is a buffer, always in fp32, that is saved with the
+            weights but receives no gradient.
     """
 
     e_score_correction_bias: Tensor

@@ -118,10 +118,10 @@ class DecoderConfig(FamilyConfig):
 
     @model_serializer(mode="wrap")
     def _leave_later_keys_out(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        # For families that do not have the `LATER_KEYS`, these keys are omitted from the dumped
-        # section. It is then the same as before the keys were added, so that the hash of a base
-        # model matches the hash stored in existing LoRA runs. A value of None is omitted if it is
-        # the default.
+        # The `LATER_KEYS` are omitted from the dumped section of families that do not have them.
+        # For families that do have them, a value of None is omitted if it is the default. The
+        # section is then the same as before these keys were added, so that the hash of a base model
+        # matches the hash stored in existing LoRA runs.
         own, fields = self.family.own_keys, type(self).model_fields
         return {
             name: value

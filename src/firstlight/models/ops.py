@@ -28,8 +28,8 @@ IGNORE_INDEX = -100
 
 
 def product_dtype(x: Tensor) -> torch.dtype:
-    """Return the dtype to which a matrix product should cast `x` [...]. This is autocast's dtype on
-    the device of `x` if autocast is enabled, and otherwise the dtype of `x`.
+    """Return the dtype to which a matrix product should cast `x` [...]: autocast's dtype on the
+    device of `x` if autocast is enabled, otherwise the dtype of `x`.
 
     Custom operators need this function, because autocast does not cast their inputs.
     """
@@ -234,8 +234,8 @@ def for_each_query_head(x_BKSD: Tensor, heads: int) -> Tensor:
 
 
 def causal_mask(new: int, total: int, device: torch.device) -> Tensor:
-    """Return a causal mask, bool [T, S], for the last `new` of `total` tokens. It is true for the
-    keys that each of these tokens attends to."""
+    """Return a causal mask, bool [T, S], that is true for the keys that each of the last `new` of
+    `total` tokens attends to."""
     return torch.ones(new, total, dtype=torch.bool, device=device).tril(total - new)
 
 
@@ -357,8 +357,8 @@ class HeadLoss(Protocol):
 
 
 def z_loss_sum(logits: Tensor, labels: Tensor) -> Tensor:
-    """Compute the z-loss (Chowdhery et al. 2022, PaLM, arXiv 2204.02311, section 5). This is the
-    sum of logsumexp(logits)^2 over all tokens whose label is not -100, fp32 [].
+    """Compute the z-loss (Chowdhery et al. 2022, PaLM, arXiv 2204.02311, section 5): the sum of
+    logsumexp(logits)^2 over all tokens whose label is not -100, fp32 [].
 
     The cross-entropy does not change if a constant is added to all logits of a token. The z-loss
     keeps this constant close to zero.
@@ -412,7 +412,7 @@ def _is_plain(head: object) -> TypeGuard[nn.Linear]:
     """Return True if a head is a linear layer without a bias whose call computes only a matrix
     product.
 
-    This is not the case with LoRA, which changes the class of the head, or with tensor parallelism,
+    The result is False with LoRA, which changes the class of the head, and with tensor parallelism,
     which adds hooks to the head.
     """
     if type(head) is not nn.Linear:

@@ -261,8 +261,8 @@ def _yarn_frequencies(
 
 
 def rope_magnitude(scaling: AnyRope | None, max_positions: int) -> float:
-    """Return the factor by which cos and sin are multiplied. It is 1 unless the kind is "yarn" or
-    "longrope".
+    """Return the factor by which cos and sin are multiplied, which is 1 unless the kind is "yarn"
+    or "longrope".
 
     Args:
         scaling: rescaling of the frequencies; None for no rescaling.
@@ -285,8 +285,8 @@ def rope_magnitude(scaling: AnyRope | None, max_positions: int) -> float:
 
 
 def yarn_magnitude(factor: float, scale: float = 1.0) -> float:
-    """Return YaRN's factor for cos and sin. It is 0.1 scale ln(factor) + 1 (Peng et al. 2023,
-    equation 22), or 1 if `factor` is at most 1."""
+    """Return YaRN's factor for cos and sin: 0.1 scale ln(factor) + 1 (Peng et al. 2023, equation
+    22), or 1 if `factor` is at most 1."""
     return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1.0
 
 
