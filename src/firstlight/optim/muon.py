@@ -70,9 +70,9 @@ def orthogonalised(matrices: Tensor, coefficients: str = "jordan") -> Tensor:
     """Orthogonalise matrices of shape [..., F, C], so that their singular values are close to one.
     Return a bf16 tensor of the same shape.
 
-    This is the quintic Newton-Schulz iteration of Jordan et al. 2024. It is applied to all matrices
-    of a stack at once. The products are computed in bf16, or in fp16 on GPUs that would emulate
-    bf16 (V100, T4).
+    The quintic Newton-Schulz iteration of Jordan et al. 2024 is applied to all matrices of a stack
+    at once. The products are computed in bf16, or in fp16 on GPUs that would emulate bf16 (V100,
+    T4).
 
     Args:
         matrices: matrix [F, C] or stack of matrices [E, F, C].

@@ -327,8 +327,8 @@ class Optimizer:
         Args:
             grad_scale: factor by which the loss was multiplied.
             joined: function that computes the norm [] of all gradients from the norm [] of this
-                process's gradients. It is needed if the parameters are distributed over processes,
-                and None otherwise.
+                process's gradients. Required if the parameters are distributed over processes,
+                otherwise None.
 
         Returns:
             The L2 norm [] of all gradients, after division by `grad_scale` and before clipping.
@@ -568,8 +568,8 @@ class Optimizer:
 
 
 def _reads_found_inf(optimizer: torch.optim.Optimizer) -> bool:
-    """Return True if an optimizer reads `found_inf` on the GPU. This is the case for this package's
-    optimizers and for torch's fused AdamW.
+    """Return True if an optimizer reads `found_inf` on the GPU, as this package's optimizers and
+    torch's fused AdamW do.
 
     torch's fused SGD also reads `found_inf`, but leaves its momentum uninitialised if the first
     update is skipped. torch's other optimizers and the 8-bit optimizers do not read `found_inf`.

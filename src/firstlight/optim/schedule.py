@@ -186,7 +186,7 @@ class BatchSchedule:
         return self.start * (1 + rises * step // self.ramp_steps)
 
     def before(self, step: int) -> int:
-        """Return the total number of sequences in all steps before `step`. This is the position of
+        """Return the total number of sequences in all steps before `step`, which is the position of
         the data loader."""
         ramped, rises = min(step, self.ramp_steps), self.size // self.start - 1
         # First step of each increment. From this step on, each step has `start` more sequences.
@@ -228,7 +228,7 @@ KINDS_OF_KEYS: Mapping[str, Sequence[ScheduleKind]] = {
     "min_learning_rate": ("cosine", "linear", "wsd", "inverse_sqrt"),
 }
 
-#: Default `min_lr_ratio`, keyed by `kind`. It is used if no minimum is set. All other kinds use the
+#: Default `min_lr_ratio` if no minimum is set, keyed by `kind`. Kinds that are not listed use the
 #: default of the field.
 _DEFAULT_MINIMUM: Mapping[str, float | None] = {"wsd": 0.0, "inverse_sqrt": 0.0, "constant": None}
 
@@ -364,9 +364,8 @@ class ScheduleConfig(Section):
             )
 
     def decides_length(self, step: int, warmup_steps: int, steps_left: int) -> bool:
-        """Return True if a run with a time budget must decide its number of steps now. This is the
-        case if the next learning rate depends on the number of steps, or if the run is about to
-        end.
+        """Return True if a run with a time budget must decide its number of steps now, because the
+        next learning rate depends on it or because the run is about to end.
 
         Args:
             step: number of completed steps.

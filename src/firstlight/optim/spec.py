@@ -154,9 +154,9 @@ class ForeachOptimizer(torch.optim.Optimizer):
 
     @property
     def skips(self) -> Tensor | None:
-        """Bool [] on the device of the parameters, or None. It is true if `found_inf` is 1. In that
-        case, the update does not change any parameters or moments, but it still increases the step
-        counters on the host. If it is None, parameters are always updated."""
+        """True if `found_inf` is 1, as bool [] on the device of the parameters. In that case, the
+        update does not change any parameters or moments, but it still increases the step counters
+        on the host. None if parameters are always updated."""
         return None if self.found_inf is None else self.found_inf > 0
 
     @torch.no_grad()
@@ -199,8 +199,8 @@ class OptimizerSpec:
     """Specification of an optimizer: how it is created, the layout of its state, and its
     limitations.
 
-    The functions receive the recipe's `optimizer` section, an `OptimizerConfig`. It is annotated as
-    `Any`, because this module can't import the class.
+    The functions receive the recipe's `optimizer` section, an `OptimizerConfig`, which is annotated
+    as `Any` because this module can't import the class.
 
     Attributes:
         make: function that creates the torch optimizer from the parameter groups (at least one) and
