@@ -38,7 +38,8 @@ from firstlight.parallel.deepspeed_file import read_deepspeed_file
 from firstlight.parallel.engine import DistributedConfig, Engine, StateTensors, TensorsOf, on_cpu
 from firstlight.parallel.group import barrier, broadcast_object, group_of_one, is_exchange_error
 
-#: Number of elements in a communication bucket. This is DeepSpeed's default `reduce_bucket_size`.
+#: Number of elements in a communication bucket, the same as DeepSpeed's default
+#: `reduce_bucket_size`.
 _BUCKET = 500_000_000
 
 #: Autocast dtype for each precision that has fp32 parameters and 16-bit matrix products.

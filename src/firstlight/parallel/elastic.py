@@ -185,7 +185,7 @@ def launch(command: Sequence[str], options: Launch, on_restart: Sequence[str] = 
 @dataclass(frozen=True)
 class _Ended:
     """A rank that has failed. The attribute `code` is its exit code or, if a signal killed it, the
-    negated signal number. The attribute `said` is its output. It is "" for rank 0, whose output is
+    negated signal number. The attribute `said` is its output, or "" for rank 0, whose output is
     written to the terminal.
     """
 

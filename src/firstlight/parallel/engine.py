@@ -116,8 +116,8 @@ class Engine:
             "ddp", "fsdp" or "deepspeed".
         keeps_shards: True if `share` shards the weights over the processes.
         shards_state: True if each process keeps only a shard of the optimizer's state.
-        keeps_buckets: True if the gradients' memory stays allocated between steps. This is the case
-            for DDP, where gradients are views into communication buckets.
+        keeps_buckets: True if the gradients' memory stays allocated between steps, as with DDP,
+            where gradients are views into communication buckets.
         updates_itself: True if an external library (DeepSpeed) runs the backward pass and the
             update in place of `Optimizer`.
         averages_gradients: True if the library averages the processes' gradients instead of

@@ -228,7 +228,7 @@ def _end_process(failure: str) -> None:
 
 # The group
 
-#: Default time limit in seconds for the rendezvous and for a collective operation. It equals
+#: Default time limit in seconds for the rendezvous and for a collective operation, the same as
 #: torch's default for NCCL.
 DEFAULT_TIMEOUT_SECONDS = 600.0
 

@@ -31,7 +31,7 @@ from firstlight.parallel.world import World
 T = TypeVar("T")
 
 #: Environment variable set by `firstlight train --nproc`. Its value identifies one start of the
-#: run. It is the same in all processes, and changes with every restart (`--max-restarts`).
+#: run: it is the same in all processes, and changes with every restart (`--max-restarts`).
 ROUND = "FIRSTLIGHT_ROUND"
 
 #: Key in the store that contains the message of the first failure.
