@@ -69,8 +69,7 @@ class Panel:
         colors: colors of the bars, or one color for all bars.
         spread: lowest and highest value for each bar, which are shown as error bars; None to omit
             error bars.
-        inner: lengths of the thin black bars that are drawn inside the bars; an empty sequence to
-            omit them.
+        inner: lengths of the thin black bars drawn inside the bars; an empty sequence to omit them.
         line: name and position of a dashed vertical line, such as a target or an upper limit; None
             to omit the line.
         title: heading of the panel.

@@ -1,13 +1,13 @@
 """`firstlight bench gemm`: measure this machine's matrix-product rate by shape and alignment.
 
 The operands are random and are created once per number format. Each result overwrites the previous
-one, so that no memory is allocated during a measurement. If a product takes less time than a
-measurement should last, it is repeated with the same operands. One untimed product runs before the
+one, so that no memory is allocated during a measurement. Products that take less time than a
+measurement should last are repeated with the same operands. One untimed product runs before the
 repetitions, so operands that fit into the caches are already cached. A round measures every product
 once, except for products in `COMPARED`, which are measured `GemmPlan.turns` times. Tables show the
-median. Products that are compared with each other are measured in quick succession, so that other
-load on the machine affects all of them. The ratio of the times of two products is the median over
-pairs of such measurements.
+median. Products to be compared are measured in quick succession, so that other load on the machine
+affects all of them equally. The ratio of the times of two products is the median over pairs of such
+measurements.
 
 A product is C [M, N] = A [M, K] @ B [K, N]. As in BLAS, a layout consists of one letter for A and
 one for B: "n" is a matrix stored row by row, and "t" is the transposed view of such a matrix. A
@@ -20,8 +20,8 @@ products per step:
 
 GPT-2's Conv1D stores W as [in, out], so its products are x @ W "nn", g @ W.T "nt" and x.T @ g "tn".
 
-The module first defines the products and the measurement of a single product. Additional
-measurements on a CPU follow. The benchmark run, the summary of its results and the picture come
+This module first defines the products and the code that measures a single product, followed by
+additional measurements for CPUs. The benchmark run, the summary of its results and the picture come
 last.
 """
 
@@ -73,8 +73,8 @@ class GemmProduct:
 
     Attributes:
         part: part of the benchmark to which the product belongs.
-        group: name of the group of products that are compared with each other. It names the
-            dimension that varies, or the storage of the weights ("conv1d" or "linear").
+        group: name of the group of products to compare with each other. It names the dimension that
+            varies, or the storage of the weights ("conv1d" or "linear").
         value: size of the dimension that varies; 0 if no dimension varies.
         name: name used in tables.
         m: number of rows of A and C.
@@ -103,7 +103,7 @@ class GemmProduct:
 
 @dataclass(frozen=True)
 class GPT2Shape:
-    """Dimensions of a GPT-2 that determine the shapes of its matrix products."""
+    """Dimensions of a GPT-2 model that determine the shapes of its matrix products."""
 
     hidden_size: int
     num_hidden_layers: int
@@ -226,8 +226,8 @@ def layer_products(
 
 def model_products(shape: GPT2Shape, tokens: int) -> list[GemmProduct]:
     """Return the products of one training step, except for the products inside attention. Each
-    layer is included as Conv1D and as a linear layer. The head is included once for each vocabulary
-    size."""
+    layer is included twice, once as Conv1D and once as a linear layer. The head is included once
+    for each vocabulary size."""
     C = shape.hidden_size
     layers = {
         "qkv": (C, 3 * C),
@@ -257,9 +257,9 @@ def model_products(shape: GPT2Shape, tokens: int) -> list[GemmProduct]:
 
 
 def alignment_products(shape: GPT2Shape, base: int, tokens: int) -> list[GemmProduct]:
-    """Return the products that show the effect of alignment. These are square products in which one
-    dimension is changed to aligned and unaligned sizes, and the products of a model's MLP with
-    aligned and unaligned hidden sizes.
+    """Return the products that show the effect of alignment: square products in which one dimension
+    is changed to aligned and unaligned sizes, and the products of a model's MLP with aligned and
+    unaligned hidden sizes.
 
     The layout is "nt", in which K is the contiguous dimension of A and B, and N is the contiguous
     dimension of C.
@@ -414,10 +414,10 @@ def warm_up(multiply: Callable[[], object], device: torch.device) -> float:
 
 
 def repeats_of(product_seconds: float, measure_seconds: float) -> int:
-    """Return how many times a product is repeated in a measurement.
+    """Return the number of times that a product is repeated in one measurement.
 
     Args:
-        product_seconds: duration of the product.
+        product_seconds: duration of one product.
         measure_seconds: duration of the measurement.
     """
     return min(_MOST_REPEATS, max(1, math.ceil(measure_seconds / max(product_seconds, 1e-9))))
@@ -444,8 +444,8 @@ _CALL_BYTES = 1 << 22
 #: Number of measurements for each row of a table. The table shows the median.
 _REPEATS = 5
 
-#: Number of measurements for each number of concurrent products. It is larger than `_REPEATS`,
-#: because each measurement takes only a few milliseconds.
+#: Number of measurements for each number of concurrent products. This can be larger than
+#: `_REPEATS`, because each measurement takes only a few milliseconds.
 _WAVE_REPEATS = 15
 
 
@@ -472,8 +472,8 @@ def sum_passes(data: Tensor) -> tuple[Callable[[], Tensor], int]:
 
     Returns:
         A function that sums the array in several passes and returns the sum of each pass, [passes];
-        and the number of passes. All passes of a call read about `_CALL_BYTES` in total. A larger
-        array is read once.
+        and the number of passes. All passes of a call read about `_CALL_BYTES` in total. An array
+        larger than that is read once.
     """
     passes = max(1, _CALL_BYTES // data.nbytes)
     repeated, sums = data.expand(passes, -1), torch.empty(passes)
@@ -559,7 +559,8 @@ def measure_waves(edge: int, threads: int) -> dict[str, Any]:
         concurrent products, and "time_ratio", the median ratio of two consecutive measurements,
         with "lowest" and "highest". One wave consists of one product per thread. There is one row
         for a single product, and there are two rows for each number of waves from one to four. The
-        first of these has as many products as fill the waves, and the second has one more product.
+        first of these has exactly enough products to fill the waves, and the second has one more
+        product.
     """
     counts = sorted({n for wave in range(1, 5) for n in (wave * threads, wave * threads + 1)} | {1})
     a = torch.rand(edge, edge)
@@ -603,7 +604,7 @@ def _rates(call: Callable[[], object], work: int, measure_seconds: float) -> lis
 
     Args:
         call: function to measure.
-        work: work of one call, in bytes or FLOPs.
+        work: amount of work that one call does, in bytes or FLOPs.
         measure_seconds: minimum duration of a measurement.
     """
     call()
@@ -707,9 +708,9 @@ class GemmRun:
         products: all products.
         seconds: seconds per product in each measurement, keyed by dtype and by index of the
             product.
-        rounds: number of rounds that have begun.
+        rounds: number of rounds that have started.
         loops: result of `measure_loops`; None until it is measured, and always None on GPUs.
-        complete: True once everything is measured.
+        complete: True once everything has been measured.
 
     Raises:
         ConfigError: a name is unknown, or the device has no hardware support for a dtype.
@@ -743,8 +744,8 @@ class GemmRun:
         self.load = machine_facts(self.hardware)["load"]
 
     def measure(self) -> None:
-        """Run all products once to warm up. Then measure rounds until the time of the plan is used
-        up."""
+        """Run all products once to warm up. Then measure in rounds until the plan's time budget is
+        used up."""
         device = self.hardware.device
         start = time.perf_counter()
         with progress_bar() as progress:
@@ -966,8 +967,8 @@ def compare(
 
 
 def _padding(times: Times, off: Mapping[str, int]) -> list[dict[str, Any]]:
-    """Compare the total time of all products at each aligned size of a group with the total time at
-    the unaligned size.
+    """For each group, compare the total time of all products at each aligned size with their total
+    time at the unaligned size.
 
     Args:
         times: measured times.
@@ -993,8 +994,8 @@ def _padding(times: Times, off: Mapping[str, int]) -> list[dict[str, Any]]:
 
 
 def _against(times: Times, part: str, value: int | None) -> list[dict[str, Any]]:
-    """Compare each product of a part of the benchmark with the product whose size is `value`. If
-    `value` is None, the products are compared with the first product, which takes one wave.
+    """Compare each product in one part of the benchmark with the product in that part whose size is
+    `value`. If `value` is None, compare each product with the first one, which takes one wave.
     """
     these = [one for one in times if one.part == part]
     if value is None:

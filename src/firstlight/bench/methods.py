@@ -7,21 +7,22 @@ The result consists of two tables:
   attention as two matrix products, updates parameters one by one with AdamW, does not use
   compilation, and has one micro-batch per step.
 - "ladder" contains the methods of Raschka's "PyTorch Performance Tips for Faster LLM Training" in
-  the same order. Each method is added to the methods before it. For a GPT-2, the first row uses a
-  mask, LayerNorm and GELU that are implemented with elementary operations (`steps.write_out`).
+  the same order. Each row adds one method to the rows before it. For a GPT-2 model, the first row
+  uses a mask, LayerNorm and GELU implemented with elementary operations (`steps.write_out`).
 
 The recipe of each row is trained for a few steps in a fresh process (`steps` describes the
 measurements). With `quick` on a CPU, this process is forked from a process that has already
 imported all libraries. All rows are measured one after the other, and this is repeated for each
-turn (A B C, A B C). They use the same number of threads, the same data and the same initial
+turn (A B C, A B C). All rows use the same number of threads, the same data and the same initial
 weights. Rates are medians over the timed steps of all turns. A row that can't run on this machine
 is skipped, and the reason is shown. A row that fails is shown with its error, and the ladder
 continues without it.
 
-MFU is relative to the same rate in all rows. This is the machine's rate of bf16 matrix products
-(`hardware.device.peak_flops`). On a CPU that computes fp32 products faster, it is the rate of fp32
-products. The rate is measured at the start and at the end, and the higher value is used. Operations
-that are computed twice, as with activation checkpointing, are counted only once.
+In all rows, MFU is relative to the machine's rate of bf16 matrix products
+(`hardware.device.peak_flops`). On a CPU that computes fp32 products faster, the rate of fp32
+products is used instead. The rate is measured at the start and at the end, and the higher value is
+used. Operations that are computed a second time, as with activation checkpointing, are counted only
+once.
 """
 
 from __future__ import annotations
@@ -105,8 +106,8 @@ class MethodOutcome(RowOutcome):
 
 PLAIN = MethodRow("plain")
 
-#: Key in `MethodRow.changes` for the parts of the model that are implemented with elementary
-#: operations. It is not a recipe key; its value is a list of names in `steps.WRITTEN_OUT_PARTS`.
+#: Key in `MethodRow.changes` for the parts of the model to implement with elementary operations. It
+#: is not a recipe key; its value is a list of names in `steps.WRITTEN_OUT_PARTS`.
 WRITTEN_OUT = "bench.written_out"
 
 #: Key in `MethodRow.changes` for the number of processes, which share the threads of a CPU or use
@@ -162,8 +163,8 @@ def larger_batch(micro_batch_size: int) -> dict[str, Any]:
 
 
 def _chunk_tokens(micro_batch_size: int, seq_len: int) -> int:
-    """Return the number of tokens per chunk of the loss. It is half of the smallest micro-batch of
-    any row, so that each micro-batch has at least two chunks.
+    """Return the number of tokens per chunk of the loss: half of the smallest micro-batch of any
+    row, so that each micro-batch has at least two chunks.
     """
     smallest: int = accumulation(micro_batch_size)["batch.micro_batch_size"]
     return max(1, smallest * seq_len // 2)
@@ -279,7 +280,7 @@ def ladder_rows(
     Args:
         micro_batch_size: number of sequences per step of the plain run.
         hardware: this machine's device.
-        is_gpt2: True if the model is a GPT-2.
+        is_gpt2: True if the model is a GPT-2 model.
         processes: number of processes in the `+ddp` row. With 1, the row is skipped.
     """
     low = "fp16" if hardware.device.type == "cuda" and not hardware.bf16 else "bf16"
@@ -320,8 +321,8 @@ def ladder_rows(
 def changes_up_to(
     ladder: Sequence[MethodRow], rung: int, left_out: Collection[str]
 ) -> dict[str, Any]:
-    """Return the changes of a row of the ladder, whose index is `rung`, together with the changes
-    of all rows before it. Rows in `left_out` are omitted."""
+    """Return the combined changes of the ladder row at index `rung` and all rows before it. Rows in
+    `left_out` are omitted."""
     changes: dict[str, Any] = {}
     for row in ladder[: rung + 1]:
         if row.name not in left_out or row is ladder[rung]:
@@ -354,13 +355,14 @@ def why_skipped(row: MethodRow, hardware: Hardware, micro_batch_size: int, quick
 def summarize(
     rows: Sequence[tuple[MethodRow, MethodOutcome | None]], head: Mapping[str, Any]
 ) -> list[dict[str, Any]]:
-    """Return the median results of each row of a table, and the ratios of these results to those of
+    """Return the median results of each row of a table, along with their ratios to the results of
     the first row.
 
     Args:
         rows: rows with their outcomes. The outcome is None for a row that has not been measured
             yet.
-        head: "seq_len", "micro_batch_size", "flops_per_token" and "machine" of the result.
+        head: dict with the values of "seq_len", "micro_batch_size", "flops_per_token" and "machine"
+            from the benchmark's result.
 
     Returns:
         A dict for each row. It contains "name", "huge_pages", "keys" (the changes of the row),
@@ -506,13 +508,13 @@ Tables = Mapping[str, Sequence[MethodRow]]
 
 
 def recipe_keys(changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the changes of a row that apply to recipe keys."""
+    """Return the changes of a row without the entries that are not recipe keys."""
     return {key: value for key, value in changes.items() if key not in (WRITTEN_OUT, PROCESSES)}
 
 
 def processes_here(hardware: Hardware) -> int:
     """Return the number of processes in the `+ddp` row: one per GPU, two on a CPU with several
-    threads, otherwise 1.
+    threads, and one in all other cases.
     """
     if hardware.device.type == "cuda":
         return torch.cuda.device_count()
@@ -520,7 +522,7 @@ def processes_here(hardware: Hardware) -> int:
 
 
 def tables_of(bench: MethodsBench, plan: StepsPlan) -> dict[str, list[MethodRow]]:
-    """Return the rows of both tables that are selected by the options (see `choose_rows`)."""
+    """Return the rows of both tables that the options select (see `choose_rows`)."""
     size = (plan.micro_batch_size, plan.seq_len, plan.hardware)
     is_gpt2 = isinstance(plan.model, GPT2Config)
     processes = processes_here(plan.hardware)
@@ -531,8 +533,8 @@ def tables_of(bench: MethodsBench, plan: StepsPlan) -> dict[str, list[MethodRow]
 def choose_rows(
     tables: dict[str, list[MethodRow]], names: Sequence[str]
 ) -> dict[str, list[MethodRow]]:
-    """Return the rows that are selected by their own name or by the name of their table. If there
-    are no names, return all rows.
+    """Return the rows selected by their own name or by the name of their table. If there are no
+    names, return all rows.
 
     Selecting a row of the table "alone" also selects the plain run, which is the baseline.
     Selecting a row of the ladder also selects the rows before it, because it includes their
@@ -564,7 +566,7 @@ def bench_methods(bench: MethodsBench, on_run: Keep) -> Result:
 
     Args:
         bench: options of the benchmark.
-        on_run: function that is called after each run with the results measured so far.
+        on_run: function called after each run with the results measured so far.
 
     Returns:
         A dict with the values of `StepsPlan.head` and the keys "quick", "complete", "alone" and
@@ -622,8 +624,8 @@ def bench_methods(bench: MethodsBench, on_run: Keep) -> Result:
 
 
 def _ceiling(hardware: Hardware) -> dict[str, Any]:
-    """Measure the reference rate for MFU. Return a dict with "matmul_flops", the FLOP/s of matrix
-    products, and "matmul_dtype", the dtype of these products.
+    """Measure the reference rate for MFU, and return a dict with "matmul_flops", the FLOP/s of
+    matrix products, and "matmul_dtype", the dtype of these products.
     """
     dtypes = [torch.bfloat16] if hardware.bf16 else []
     tries = 1
@@ -647,8 +649,8 @@ class MethodsWork:
     Attributes:
         plain: values of the plain recipe, which the rows change.
         request: values of "data", "warmup_steps" and "steps" in all requests to `steps`.
-        caches: cache folder of torch.compile. It is empty at the start, so code is compiled in the
-            first turn.
+        caches: cache folder for torch.compile. The folder is empty at the start, so code is
+            compiled in the first turn.
         deadline: value of `time.monotonic` after which no measurement is started; None for no
             limit.
         server: process from which the processes of rows are forked, except for rows that need
@@ -714,8 +716,8 @@ class MethodRuns:
     """The rows of both tables and their outcomes.
 
     Attributes:
-        rows: (table, row), keyed by label ("table: name").
-        outcomes: outcomes, keyed by label.
+        rows: pairs (table, row), keyed by a label of the form "table: name".
+        outcomes: outcomes of the rows, keyed by label.
     """
 
     def __init__(self, tables: Tables) -> None:

@@ -16,7 +16,7 @@ SMALL = "small"
 def gpt2(
     hidden_size: int, num_hidden_layers: int, num_attention_heads: int, vocab_size: int = 50257
 ) -> dict[str, Any]:
-    """Return the `model` section of a recipe for a GPT-2."""
+    """Return the `model` section of a recipe for a GPT-2 model."""
     return {
         "model_type": "gpt2",
         "vocab_size": vocab_size,
@@ -34,8 +34,8 @@ def llama(
     num_key_value_heads: int,
     **more: Any,
 ) -> dict[str, Any]:
-    """Return the `model` section of a recipe for a Llama. Keys in `more` are added to the section
-    or replace its keys."""
+    """Return the `model` section of a recipe for a Llama model. Keys in `more` are added to the
+    section and take precedence over its other values."""
     return {
         "model_type": "llama",
         "vocab_size": 32768,
@@ -70,10 +70,11 @@ MODELS: dict[str, dict[str, Any]] = {
     "llama-1b": llama(2048, 8192, 16, 32, num_key_value_heads=8, **LLAMA_3),
 }
 
-#: Mapping from model names of earlier versions, which are still accepted, to the current names.
+#: Mapping from model names used in earlier versions to the current names. The earlier names are
+#: still accepted.
 OLD_NAMES = {"gpt2-350m": "gpt2-355m"}
 
-#: Vocabulary size for recipes that do not specify one. It is the vocabulary size of GPT-2.
+#: Vocabulary size of GPT-2, used for recipes that do not specify a vocabulary size.
 _VOCAB_SIZE = 50257
 
 
@@ -93,11 +94,10 @@ def config_of(values: dict[str, Any], where: str = "the model") -> ModelConfig:
 
 
 def find_model(name: str) -> ModelConfig:
-    """Return the config of a model, which is specified by a name in `MODELS` or by a recipe file
-    (.yaml).
+    """Return the config of a model specified by a name in `MODELS` or by a recipe file (.yaml).
 
     Raises:
-        ConfigError: the name is unknown, or the recipe is invalid or has no model.
+        ConfigError: the name is unknown, or the recipe is invalid or does not specify a model.
     """
     name = OLD_NAMES.get(name, name)
     if name in MODELS:

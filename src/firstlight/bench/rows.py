@@ -3,7 +3,7 @@
 A benchmark defines rows and a module that measures a single row. The module receives a request and
 returns a JSON object. Each row is measured in a fresh process. If this process runs out of memory,
 crashes or times out, the other rows are not affected, and the row is not retried. The rows are
-measured in turn (A B A B), so that other load on the machine affects all of them.
+measured in turn (A B A B), so that other load on the machine affects them equally.
 
 The docstring of an options class also provides the help text of each option. Default values are in
 brackets.
@@ -88,7 +88,7 @@ def require_known(kind: str, names: Iterable[str], known: Iterable[str]) -> None
     """Check names given by the user.
 
     Args:
-        kind: noun for the names, used in error messages, such as "row".
+        kind: noun by which error messages refer to the names, such as "row".
         names: the names to check.
         known: all valid names.
 
@@ -123,7 +123,7 @@ class RowOutcome:
 
     Attributes:
         runs: results of the measurements, one for each turn.
-        problem: reason why a turn does not have a result; "" if all turns have a result.
+        problem: reason why one of the turns does not have a result; "" if all turns have a result.
         refused: True if the row can't be measured on this machine, or if no time was left to
             measure it.
     """
@@ -179,8 +179,8 @@ def take_turns(
         outcome_of: function that returns the `RowOutcome` for the name of a row. Rows that share a
             `RowOutcome` are measured only once.
         measure: function that performs one measurement for a name and returns the result.
-        on_turn: function that is called after every measurement.
-        before_turn: function that is called before each turn of all rows.
+        on_turn: function called after every measurement.
+        before_turn: function called before each turn, which measures every row once.
     """
     with progress_bar() as progress:
         task = progress.add_task(title, total=turns * len(names))
@@ -189,8 +189,8 @@ def take_turns(
             for name in names:
                 progress.update(task, description=f"{title}: {name}")
                 outcome = outcome_of(name)
-                # The measurement is skipped in two cases: a row with the same recipe has already
-                # been measured in this turn, or the row has already failed and would fail again.
+                # Skip the measurement if a row with the same recipe has already been measured in
+                # this turn, or if the row has already failed and would fail again.
                 if not outcome.problem and len(outcome.runs) == turn:
                     outcome.add(measure(name))
                     on_turn()

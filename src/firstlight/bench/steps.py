@@ -92,14 +92,14 @@ from firstlight.training.starting_model import attach
 #: Number of steps over which the learning rate rises linearly.
 _RISE_STEPS = 4
 
-#: Number of tokens per epoch that is assumed when open keys are resolved.
+#: Assumed number of tokens per epoch when open keys are resolved.
 EPOCH_TOKENS = 10**9
 
 
 @dataclass(frozen=True)
 class StepsPlan:
-    """The options of a `StepsBench`, with default values filled in. `name` is the value of the
-    option `model`."""
+    """Options of a `StepsBench` in which all default values have been filled in. `name` is the
+    value of the option `model`."""
 
     name: str
     model: ModelConfig
@@ -110,7 +110,7 @@ class StepsPlan:
     repeats: int
 
     def head(self, warmup_steps: int) -> dict[str, Any]:
-        """Return the values of a benchmark result that are known before anything is measured."""
+        """Return the part of a benchmark's result that is known before anything is measured."""
         model = meta_model(self.model)
         return {
             "model": self.name,
@@ -222,8 +222,8 @@ def read_recipe(request: Mapping[str, Any]) -> Recipe:
 
 
 def import_libraries(recipe: Recipe, more: Sequence[str] = ()) -> None:
-    """Import the libraries that would otherwise be imported during the run. Their memory is then
-    not part of the measurement.
+    """Import the libraries that would otherwise be imported during the run, so that the memory that
+    they use is not part of the measurement.
 
     Missing libraries are ignored here, because the code that needs them raises a better error.
 
@@ -447,8 +447,8 @@ class Tokens:
         return separate_documents(starts, self.seq_len, eos_opens=True)[0]
 
 
-# Parts of a GPT-2 that are implemented with elementary operations, as in textbooks, instead of
-# torch's classes. They are used only in the first rows of the ladder of `bench methods`.
+# Parts of a GPT-2 model implemented with elementary operations, as in textbooks, instead of torch's
+# classes. They are used only in the first rows of the ladder of `bench methods`.
 
 #: Names of the parts that can be replaced with elementary operations. With "mask", each layer
 #: stores a causal mask of the full context in fp32. For each batch, the layer slices and converts
@@ -490,8 +490,8 @@ def _attend_with(
 
 
 def write_out(model: Model, parts: Collection[str], context: int) -> None:
-    """Replace parts of a GPT-2 with versions that are implemented with elementary operations. The
-    weights do not change, and the results change only by rounding.
+    """Replace parts of a GPT-2 model with versions implemented with elementary operations. The
+    weights do not change, and the results are the same up to rounding.
 
     Args:
         model: the model, modified in place.

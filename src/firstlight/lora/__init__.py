@@ -1,2 +1,2 @@
-"""Low-rank adapters (LoRA), which are small trainable matrices that are added to a frozen model.
-Adapters are stored in PEFT's file format."""
+"""Low-rank adapters (LoRA): small trainable matrices added to a frozen model. Adapters are stored
+in PEFT's file format."""

@@ -72,8 +72,8 @@ _MOST_MATCH_SECONDS = 2.0
 
 
 def require_quick_patterns(path: Path, patterns: list[str]) -> None:
-    """Raise an error if matching the patterns could take too long. This is determined from the
-    number of patterns, their lengths and the repetitions in them.
+    """Raise an error if matching the patterns could take too long, judging by the number of
+    patterns, their lengths and the repetitions that they contain.
 
     Args:
         path: path of the settings file, for error messages.
@@ -103,8 +103,8 @@ def require_quick_patterns(path: Path, patterns: list[str]) -> None:
 
 
 def require_quick_matches(path: Path, patterns: list[str], layers: Iterable[str]) -> None:
-    """Raise an error if matching the patterns against all layer names takes too long in total, even
-    though each individual match is fast.
+    """Match the patterns against all layer names, and raise an error if this takes too long. The
+    total can be too long even if each individual match is fast.
 
     Args:
         path: path of the settings file, for error messages.
@@ -180,8 +180,8 @@ class PeftConfig(BaseModel):
         """Return the settings as a recipe's `lora` section.
 
         Args:
-            targets, modules_to_save: names of the adapted layers, and of the modules that were
-                saved in full, in the weights file.
+            targets: names of the layers for which the weights file contains adapters.
+            modules_to_save: names of the modules that the weights file contains in full.
         """
         return LoraConfig(
             rank=self.r,
@@ -233,7 +233,7 @@ def read_peft_config(folder: Path) -> PeftConfig:
     return config
 
 
-#: Maximum number of adapters in a chain in which each adapter is the base model of the previous
+#: Maximum length of a chain of adapters in which the base model of each adapter is the next
 #: adapter.
 _LONGEST_CHAIN = 16
 
@@ -249,8 +249,8 @@ def adapter_chain(folder: Path) -> list[Path]:
     itself an adapter, the folder of its base follows, and so on. The last folder is a model folder.
     If `folder` is a model folder, return [folder].
 
-    The base model is specified by `base_model_name_or_path`. This is a path, which can be relative
-    to the adapter's folder, or the hub id of a model, which is then downloaded.
+    `base_model_name_or_path` specifies the base model, as a path, which can be relative to the
+    adapter's folder, or as the hub id of a model to download.
 
     Raises:
         ModelError: a base is missing, or an adapter is its own base.
@@ -273,8 +273,8 @@ def adapter_chain(folder: Path) -> list[Path]:
 
 
 def config_folder(folder: Path) -> Path:
-    """Return the folder whose config.json describes a model. This is the given folder or, for an
-    adapter without a config.json, the folder of its base model.
+    """Return the folder whose config.json describes a model: the given folder or, for an adapter
+    without a config.json, the folder of its base model.
 
     Raises:
         ModelError: see `adapter_chain`.
@@ -328,7 +328,7 @@ def adapter_settings(folder: Path) -> str:
 
 
 class Adapter(NamedTuple):
-    """An adapter that was read from a folder.
+    """An adapter read from a folder.
 
     Attributes:
         config: settings that `add_lora` needs to create the adapter's layers.
@@ -399,9 +399,8 @@ def adapter_lora(model: Model, folder: Path) -> LoraConfig:
 def _read_layout(
     model: Model, folder: Path, vocab_multiple: int
 ) -> tuple[LoraConfig, dict[str, StoredTensor], set[str]]:
-    """Return the settings of an adapter, the tensors in its file, and the names of those tensors
-    that are copies of tensors of the base model. See `read_adapter` for the arguments and
-    errors."""
+    """Return an adapter's settings, the tensors in its file, and the names of the tensors in the
+    file that are copies of base model tensors. See `read_adapter` for the arguments and errors."""
     config, path = read_peft_config(folder), folder / ADAPTER_WEIGHTS_NAME
     if not path.is_file():
         raise ModelError(
@@ -489,14 +488,14 @@ def fit_vocabulary(model: Model, folder: Path, vocab_multiple: int) -> None:
     rows are initialised with the mean of the existing rows.
 
     Args:
-        model: base model, which is modified in place.
+        model: base model to modify in place.
         folder: the adapter's folder.
         vocab_multiple: the number of rows of the embedding is rounded up to a multiple of this
             number.
 
     Raises:
-        ModelError: the adapter trains tokens beyond the vocabulary, and some smaller ids do not
-            have rows.
+        ModelError: the adapter trains tokens beyond the vocabulary, but there are ids between the
+            end of the vocabulary and these tokens that it does not train.
     """
     count, table = model.config.vocab_size, f"{PREFIX}{model.embedding_name}."
     rows, path = count, folder / ADAPTER_WEIGHTS_NAME
@@ -529,9 +528,9 @@ def _require_rank(
     stored: Mapping[str, StoredTensor],
     path: Path,
 ) -> None:
-    """Check that the rank of each layer in the settings equals the rank of its tensor A in the
-    file. The check must be done before memory is allocated, because the settings determine the
-    amount.
+    """Check that the rank that the settings specify for a layer equals the rank of the layer's
+    tensor A in the file. This must be checked before memory is allocated for the adapter, because
+    the amount of memory depends on the settings.
 
     Raises:
         ModelError: the tensor A is missing or has a different shape.
@@ -562,8 +561,8 @@ def _read(stored: StoredTensor) -> Tensor:
     return stored.read()
 
 
-#: Names under which an adapter file stores the original weight of an embedding or head that is
-#: adapted or has trained rows.
+#: Names under which an adapter file stores the original weight of an embedding or head with an
+#: adapter or trained rows.
 _COPIES = ("token_adapter.base_layer.weight", "base_layer.weight")
 
 
@@ -579,7 +578,7 @@ def _take_base_tables(
     tensors.
 
     Args:
-        model: base model, which is modified in place.
+        model: base model to modify in place.
         copies: tensors in the adapter file that are not part of the adapter, keyed by name.
         path: path of the adapter file, for error messages.
         trained: ids of the tokens whose rows the adapter replaces, keyed by the name of the
@@ -628,8 +627,8 @@ def _take_base_tables(
 
 
 def adapter_files(model: Model, config: LoraConfig, base: str) -> dict[str, str]:
-    """Return the contents of the text files that are saved together with `adapter_tensors`, keyed
-    by file name.
+    """Return the contents of the text files to save together with `adapter_tensors`, keyed by file
+    name.
 
     Args:
         model: a model with adapters.
@@ -679,8 +678,7 @@ _TAKEN_FOR_EXPERTS = ("gate_proj", "up_proj", "down_proj")
 
 
 def peft_notes(model: Model) -> list[str]:
-    """Return messages that describe which of the model's adapters PEFT can't load. Each message is
-    one line."""
+    """Return messages about the model's adapters that PEFT can't load. Each message is one line."""
     names = [name for name, _ in lora_layers(model)]
     tables = (n.rpartition(".")[0] for n in lora_parameters(model))
     head = model.head_file_name.removesuffix(".weight")

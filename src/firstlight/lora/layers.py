@@ -28,8 +28,8 @@ from firstlight.section import Section
 LinearLayer = nn.Linear | Conv1D
 HEAD = "lm_head"
 
-#: Mapping from the classes of modules that a user could target by mistake to their names in the
-#: error message.
+#: Classes of modules that a user could target by mistake, mapped to the names that the error
+#: message uses for them.
 _OTHER_KINDS: dict[type[nn.Module], str] = {
     Embedding: "an embedding",
     Experts: "a stack of experts",
@@ -195,8 +195,8 @@ class LoraLinear(nn.Module):
         return weight
 
     def _norm(self) -> Tensor:
-        # The norm is computed in fp32 even under autocast. m is initialised with a norm in fp32,
-        # and m / |W| must be 1 at the start.
+        # The norm is computed in fp32 even under autocast, because m is initialised with an fp32
+        # norm and m / |W| must be 1 at the start.
         with torch.no_grad(), torch.autocast(self.lora_A.device.type, enabled=False):
             norm: Tensor = torch.linalg.vector_norm(self._changed(), dim=1)
         # The padding rows of a vocabulary are zero, so they have m = 0 and |W| = 0, and 0 / 0 would
@@ -355,8 +355,8 @@ class TiedHead(nn.Module):
 
 
 def weight_of(layer: LinearLayer | NF4Linear | Embedding) -> Tensor:
-    """Return a linear layer's weight [out, in] or an embedding's weight [V, C], promoted to at
-    least fp32."""
+    """Return the weight of a linear layer, [out, in], or of an embedding, [V, C], in at least
+    fp32."""
     if isinstance(layer, NF4Linear):
         return layer.weight_in(torch.promote_types(layer.dtype, torch.float32))
     weight = layer.weight.T if isinstance(layer, Conv1D) else layer.weight
@@ -375,10 +375,10 @@ def add_lora(
     the outputs slightly.
 
     Args:
-        model: model, which is modified in place.
+        model: model to modify in place.
         config: the recipe's `lora` section.
-        generator: CPU generator that is used to initialise matrix A of each layer, or matrix B of
-            an embedding. None leaves the matrices at zero, for adapters that are then loaded from a
+        generator: CPU generator used to initialise matrix A of each layer, or matrix B of an
+            embedding. None leaves the matrices at zero, for adapters that are then loaded from a
             file.
         frozen_dtype: dtype to which the weights of frozen linear layers, except the head, are cast;
             None leaves their dtype unchanged. Under autocast with the same dtype, the cast does not
@@ -429,7 +429,7 @@ def wrap(model: Model, name: str, config: LoraConfig) -> LoraLinear | LoraEmbedd
     matrices.
 
     Args:
-        model: model, which is modified in place.
+        model: model to modify in place.
         name: name of the layer.
         config: the recipe's `lora` section.
     """
@@ -540,7 +540,7 @@ def _keeps_tie(
 ) -> bool:
     """Return True if the head stays tied to the embedding according to PEFT's rules. Trained rows
     are shared unless the config lists different rows for the embedding and the head. All other
-    changes are shared only with `ensure_weight_tying`."""
+    changes are shared only if `ensure_weight_tying` is true."""
     if not model.config.tie_word_embeddings:
         return False
     # PEFT recognises the embedding by this name, but GPT-2's embedding is called `wte`.
@@ -607,8 +607,8 @@ def lora_layers(model: nn.Module) -> Iterator[tuple[str, LoraLinear | LoraEmbedd
 
 
 def lora_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the parameters of the adapters, keyed by name. Parameters of modules that are trained
-    in full are not included. Return {} for a model without adapters."""
+    """Return the parameters of the adapters, keyed by name. Parameters of modules trained in full
+    are not included. Return {} for a model without adapters."""
     return {
         f"{name}.{kind}": parameter
         for name, module in model.named_modules()
@@ -618,9 +618,9 @@ def lora_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def modules_in_full(model: nn.Module) -> list[str]:
-    """Return the names of the modules that are trained in full in addition to the adapters. If one
-    of these modules contains another, only the outer module is included, because PEFT can't load
-    nested modules."""
+    """Return the names of the modules trained in full in addition to the adapters. If one of these
+    modules contains another, only the outer module is included, because PEFT can't load nested
+    modules."""
     adapters = lora_parameters(model)
     trained = (n for n, p in model.named_parameters() if p.requires_grad and n not in adapters)
     names = list(dict.fromkeys(name.rpartition(".")[0] for name in trained))
@@ -742,7 +742,7 @@ def fill_adapter(model: Model, tensors: Mapping[str, Tensor], where: str) -> Non
     """Copy tensors returned by `adapter_tensors` into a model that has the same adapters.
 
     Args:
-        model: model, which is modified in place.
+        model: model to modify in place.
         tensors: A [r, in], B [out, r] and magnitudes [out], keyed by their names in the PEFT file.
         where: source of the tensors, for error messages.
 
@@ -771,10 +771,9 @@ def adapter_tensors(model: Model) -> dict[str, Tensor]:
 
 
 def _places(model: Model) -> Iterator[tuple[str, Tensor]]:
-    """Yield all parameters of the adapters and of the modules that are trained in full, as pairs
-    (name in the PEFT file, parameter). Padding rows of the vocabulary are excluded. Parameters that
-    the embedding shares with a tied head are yielded twice, because they have two names in the
-    file."""
+    """Yield all parameters of the adapters and of the modules trained in full, as pairs (name in
+    the PEFT file, parameter). Padding rows of the vocabulary are excluded. Parameters that the
+    embedding shares with a tied head are yielded twice, because they have two names in the file."""
     count, embedding = model.config.vocab_size, model.embedding
     adapters = lora_parameters(model)
     for name, parameter in adapters.items():

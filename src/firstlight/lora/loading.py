@@ -1,7 +1,7 @@
 """Load models and their tokenizers from folders in the Hugging Face layout.
 
-A folder can also contain an adapter, which was created by PEFT or by a run with `lora`. In this
-case, the base model is loaded, and the adapter is merged into it.
+A folder can also contain an adapter created by PEFT or by a LoRA run. In this case, the base model
+is loaded, and the adapter is merged into it.
 """
 
 from __future__ import annotations
@@ -77,13 +77,14 @@ class LoadedModel:
 
     @functools.cached_property
     def chat_end_ids(self) -> tuple[int, ...]:
-        """Ids of the tokens that end a response in a chat. These are the `eos_token_ids` and the
-        token that ends a turn in the chat template."""
+        """Ids of the tokens that end a response in a chat: the `eos_token_ids` and the token that
+        ends a turn in the chat template."""
         turn_ends = () if self.tokenizer is None else turn_end_ids(self.tokenizer)
         return tuple(dict.fromkeys((*self.eos_token_ids, *turn_ends)))
 
     def require_unchanged(self) -> None:
-        """Check that the mapped weight files have not changed. Call this before using the model.
+        """Check that the memory-mapped weight files have not changed. Call this method before using
+        the model.
 
         Raises:
             ModelError: a mapped file was modified in place.
@@ -137,8 +138,8 @@ def load_model(
         else:
             kept = read_adapter(model, adapter, vocab_multiple)
         own = tokenizer_of(adapter)
-        # The chat tokenizer of an adapter can have a different end-of-text token than the tokenizer
-        # of the base model. The model can generate either token, so both of them end generation.
+        # The adapter's chat tokenizer and the base model's tokenizer can have different end-of-text
+        # tokens. The model can generate either of them, so both end generation.
         eos_token_ids = eos_ids_of(adapter, None) or tuple(
             dict.fromkeys((*eos_token_ids, *(() if own is None else eos_ids_of(adapter, own))))
         )
@@ -184,8 +185,8 @@ def base_identity(folder: Path) -> str:
     """Return the SHA-256 hash of the weights and the config of a model, in hexadecimal. For an
     adapter, the hash includes the weights and the config of its base model.
 
-    The checkpoints of a run with `lora` do not contain the base model. A resumed run uses this hash
-    to detect whether its base model has changed. All weights are read, which takes about a second
+    The checkpoints of a LoRA run do not contain the base model. When such a run is resumed, this
+    hash shows whether the base model has changed. All weights are read, which takes about a second
     per GB.
 
     Raises:

@@ -118,8 +118,8 @@ def dequantized(
     largest = torch.ops.bitsandbytes.dequantize_blockwise(
         scales, nested, table, _NESTED_BLOCK_SIZE, torch.float32
     )
-    # The weight is dequantised as a single row, because the CPU kernel uses wrong scales if the
-    # length of a row is not a multiple of the block size.
+    # Dequantise the weight as a single row, because the CPU kernel uses the wrong scales if the row
+    # length is not a multiple of the block size.
     row = [shape[0] * shape[1]]
     made = dtype if dtype in _DTYPES else torch.float32
     flat: Tensor = torch.ops.bitsandbytes.dequantize_4bit(

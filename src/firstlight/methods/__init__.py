@@ -88,10 +88,10 @@ def apply_methods(
     z_loss_coef: float = 0.0,
 ) -> None:
     """Install the attention backend, the loss, activation checkpointing and fp8 layers in a model.
-    The outputs of the model do not change, neither in training nor in evaluation and generation.
+    The outputs of the model do not change in training, evaluation or generation.
 
     Args:
-        model: plain model, which is modified in place.
+        model: plain model to modify in place.
         config: the recipe's `efficiency` section.
         hardware: hardware on which the model runs.
         documents: True if rows are masked by document.
@@ -141,8 +141,8 @@ def loss_function(
         model: model to which the methods of `config` have been applied.
         config: the recipe's `efficiency` section.
         hardware: hardware on which the model runs.
-        forward: function that is called in place of the model, such as a forward pass that an
-            engine has wrapped (`Engine.share`). None calls the model itself.
+        forward: function called in place of the model, such as the forward pass wrapped by an
+            engine (`Engine.share`). None calls the model itself.
         objective: function that creates the loss function, given a function that computes logits.
             None selects the cross-entropy, which the model computes itself.
 
@@ -180,6 +180,6 @@ def plain_loss(
     objective: Objective | None = None,
 ) -> LossFunction:
     """Return the loss function for evaluation. Its precision is the same as in training. It is not
-    compiled, because compilation would take more time than it saves."""
+    compiled, because compiling it would take more time than it would save."""
     plain = config.model_copy(update={"compile": False})
     return loss_function(model, plain, hardware, objective=objective)

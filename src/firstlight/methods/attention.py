@@ -57,8 +57,8 @@ def resolve_attention(
     documents: bool,
     compiles: bool,
 ) -> str:
-    """Return the attention backend. "auto" becomes "sdpa", where torch selects the kernel, except
-    in these cases:
+    """Return the attention backend. "auto" resolves to "sdpa", for which torch selects the kernel,
+    except in these cases:
 
     - If torch's fused kernels do not support the model (see `able_backends`), "auto" becomes
       "blockwise". On CUDA, it becomes "flex" if "flex" supports the model, the model does not have
@@ -94,9 +94,8 @@ def resolve_attention(
 
 def takes_blockwise(model: ModelConfig, dtype: torch.dtype, seq_len: int) -> bool:
     """Return True if "auto" selects blockwise attention on a CPU. This is the case in bf16 with a
-    head dimension of at least 64 and up to 1,024 tokens. torch's fused CPU kernel does not support
-    dropout. Therefore, with dropout, it is sufficient to use bf16 or to have a head dimension of at
-    least 64.
+    head dimension of at least 64 and up to 1,024 tokens. With dropout, which torch's fused CPU
+    kernel does not support, either bf16 or a head dimension of at least 64 is sufficient.
 
     In measurements, blockwise attention took 0.7 to 0.9 times as long as torch's kernel in bf16
     within these limits, compiled or not. It took 1.0 to 1.2 times as long with 2,048 tokens, and up
@@ -111,7 +110,7 @@ def takes_blockwise(model: ModelConfig, dtype: torch.dtype, seq_len: int) -> boo
 
 def able_backends(model: ModelConfig) -> tuple[str, ...] | None:
     """Return the backends that support the attention layers of a model. Return None if all backends
-    support them. The settings on which this depends are the same in all layers."""
+    support them. The settings that determine the result are the same in all layers."""
     spec = model.attention_spec(0)
     if spec.sinks:
         return ("blockwise", "plain", "flex")
@@ -121,8 +120,8 @@ def able_backends(model: ModelConfig) -> tuple[str, ...] | None:
 
 
 def why_unable(model: ModelConfig, backend: str, device: str = "cuda") -> str:
-    """Return the reason why a backend does not support a model. The reason is worded as the end of
-    a sentence. Return "" if the backend supports the model.
+    """Return the reason why a backend does not support a model. The reason is worded so that it can
+    complete a sentence. Return "" if the backend supports the model.
 
     Args:
         model: config of the model.
@@ -224,9 +223,8 @@ def flex_mask(
     always: bool = False,
 ) -> Any:
     """Create the block mask for `flex_attention`. It is equivalent to the result of `dense_mask`,
-    but a T x S mask is not stored, and blocks of 128 x 128 in which all keys are masked are
-    skipped. For a purely causal mask, or if there is a cache, return the result of `dense_mask`
-    instead.
+    but does not store a T x S mask. Blocks of 128 x 128 in which all keys are masked are skipped.
+    For a purely causal mask, or if there is a cache, return the result of `dense_mask` instead.
 
     Args:
         positions: positions of the queries in their rows, int64 [T] or [B, T].

@@ -67,8 +67,7 @@ def _missing_on_cpu() -> str:
         return "a C++ compiler on a CPU: install g++ or clang"
     if not _has_python_headers():
         return "Python's headers on a CPU: install python3-dev or your system's equivalent"
-    # Apple's compiler does not include OpenMP. These are the folders in which inductor looks for
-    # it.
+    # Apple's compiler does not include OpenMP, so inductor looks for it in these folders.
     places = (
         os.environ.get("OMP_PREFIX"),
         os.environ.get("CONDA_PREFIX"),
@@ -107,8 +106,8 @@ def compiled(
         config: the recipe's `efficiency` section.
         forward: function that computes the forward pass: the model, or an engine that wraps it.
     """
-    # All micro-batches of a run have the same shape, and code that is compiled for a fixed shape is
-    # faster than code for arbitrary shapes.
+    # All micro-batches of a run have the same shape, and code compiled for a fixed shape is faster
+    # than code for arbitrary shapes.
     options: dict[str, Any] = {"backend": config.compile_backend, "dynamic": False}
     if config.compile_mode != "default":
         options["mode"] = config.compile_mode
@@ -132,7 +131,7 @@ def is_compile_failure(error: Exception) -> bool:
 
 
 def needs_compiling(config: EfficiencyConfig) -> bool:
-    """Return True if the config contains settings that require torch.compile."""
+    """Return True if any setting in the config requires torch.compile."""
     return (
         config.compile_regional
         or config.compile_mode != "default"
@@ -146,8 +145,9 @@ def compile_time_recorder(
     """Return a function that stores a compile time, in seconds, for later runs.
     `compile_time_recorder` must be called before the first step.
 
-    The returned function does not store anything for a run without torch.compile, for a backend or
-    mode other than the default, or if part of the code was already in inductor's cache.
+    The returned function stores nothing if the run does not use torch.compile or uses a backend or
+    mode that is not the default. It also stores nothing if part of the code was already in
+    inductor's cache.
     """
     compiler, how = find_compiler(hardware), (config.compile_backend, config.compile_mode)
     if not config.compile or compiler is None or how != ("inductor", "default"):
@@ -301,8 +301,8 @@ def same_bits(
 
 @contextlib.contextmanager
 def _deterministic() -> Iterator[None]:
-    """Context manager that enables torch's deterministic algorithms. In this mode, torch also fills
-    newly allocated memory by default. The context manager disables this. The settings are global,
+    """Context manager that enables torch's deterministic algorithms. By default, torch also fills
+    newly allocated memory in this mode. The context manager disables that. The settings are global,
     so they are restored on exit."""
     settings: Any = torch.utils.deterministic
     before = torch.are_deterministic_algorithms_enabled(), settings.fill_uninitialized_memory

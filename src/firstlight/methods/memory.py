@@ -27,8 +27,8 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-# These imports register operators that `_KEPT` contains. `firstlight.models` registers the
-# operators for experts.
+# These imports register operators listed in `_KEPT`. `firstlight.models` registers the operators
+# for experts.
 import firstlight.lora.quantized
 import firstlight.models.blockwise  # noqa: F401
 from firstlight.errors import ConfigError
@@ -68,8 +68,8 @@ _DROPOUT_AT = {
     _aten._scaled_dot_product_cudnn_attention.default: 5,
 }
 
-#: Minimum number of elements in a tensor that is offloaded. Offloading smaller tensors takes time
-#: but saves little memory.
+#: Minimum number of elements that a tensor must have to be offloaded. Offloading smaller tensors
+#: takes time but saves little memory.
 _OFFLOADED_ELEMENTS = 1024
 
 
@@ -90,7 +90,7 @@ def checkpoint_layers(model: Model, selective: bool) -> None:
     gradients are bit-identical to the gradients without recomputation.
 
     Args:
-        model: plain model, which is modified in place.
+        model: plain model to modify in place.
         selective: True to keep the results of matrix products and attention (see `keeps_result`).
     """
     for layer in model.layers:
@@ -152,10 +152,10 @@ def offloaded_activations(model: nn.Module) -> contextlib.AbstractContextManager
     return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
 
 
-#: Number of activations that are copied in parallel with the computation, in each direction. A
-#: single copy is sufficient for the copy of a checkpointed layer's activation to overlap with the
-#: computation of the next layer. With two copies, the planned memory for full fine-tuning of Llama
-#: 3.2 3B would be 1.3 GiB larger.
+#: Number of activations copied in parallel with the computation, in each direction. With a single
+#: copy, the activation of one checkpointed layer can already be copied while the next layer is
+#: computed. With two copies, the planned memory for full fine-tuning of Llama 3.2 3B would be 1.3
+#: GiB larger.
 COPIES_BESIDE = 1
 
 #: A tensor on the GPU, and the event that marks the end of its copy.
@@ -164,14 +164,13 @@ _Copy = tuple[Tensor, torch.cuda.Event]
 
 @dataclass(eq=False)
 class _Activation:
-    """A GPU activation that is stored in page-locked host memory.
+    """A GPU activation stored in page-locked host memory.
 
     Attributes:
         kept: copy of the activation in host memory.
         device: GPU of the activation.
-        before: function that returns the activation that was saved before this one. The backward
-            pass needs that activation next. The function returns None if the activation has been
-            freed.
+        before: function that returns the activation saved just before this one. The backward pass
+            needs that activation next. The function returns None if the activation has been freed.
         back: tensor on the GPU to which the activation is copied back. It is None until this copy
             starts, and again after the backward pass has used the tensor.
         is_back: True if the backward pass has used the tensor on the GPU.
@@ -204,8 +203,8 @@ class _Copies:
 
     def take(self, tensor: Tensor) -> _Activation:
         """Start the copy of an activation to page-locked memory."""
-        # The tensor is made contiguous on the GPU first. torch would copy a non-contiguous tensor,
-        # such as a view of a fused product for q, k and v, through pageable memory, and the host
+        # The tensor is made contiguous on the GPU first. A non-contiguous tensor, such as a view of
+        # a fused product for q, k and v, would be copied through pageable memory, and the host
         # would wait for the copy.
         dense = torch.empty_like(tensor, device="meta").stride() == tensor.stride()
         tensor = tensor.detach() if dense else tensor.detach().contiguous()
@@ -258,8 +257,8 @@ class _Copies:
             copies.popleft()
 
 
-#: The copies of each GPU. They outlive a backward pass, because they can contain a tensor whose
-#: copy has started but that no operation has used yet.
+#: The copies of each GPU. They are kept after a backward pass, because they can contain a tensor
+#: whose copy has started but which no operation has used yet.
 _copies = functools.cache(_Copies)
 
 
@@ -277,8 +276,8 @@ _LIMIT, _LIMIT_SHARDED = 1 << 30, 4 << 20
 
 
 def keep_memory(hardware: Hardware, *, sharded: bool = False) -> bool:
-    """Configure glibc to keep freed memory, instead of returning it to the system and allocating it
-    again, page by page, in every step. This applies only to processes that compute on a CPU.
+    """Configure glibc to keep freed memory. Otherwise, each step would return it to the system and
+    allocate it again page by page. This applies only to processes that compute on a CPU.
 
     Each step allocates and frees large tensors of the same sizes as the previous step. By default,
     glibc maps and unmaps the memory of each of these tensors. In one measurement, this took a third
@@ -287,10 +286,10 @@ def keep_memory(hardware: Hardware, *, sharded: bool = False) -> bool:
 
     Args:
         hardware: hardware of the process.
-        sharded: True for a model that is sharded over processes, for which the memory of large
-            tensors is returned to the system. Gathered layers and gradients have many different
-            sizes and are placed between the activations. If their memory were kept, it would leave
-            gaps into which no other tensor fits. In one measurement, there were 1 GiB of gaps in
+        sharded: True for a model sharded over processes. In this case, the memory of large tensors
+            is still returned to the system. Gathered layers and gradients have many different sizes
+            and are placed between the activations. If their memory were kept, it would leave gaps
+            into which no other tensor fits. In one measurement, there were 1 GiB of gaps in
             addition to 0.8 GiB in use, so that fsdp took more memory than ddp.
     """
     if hardware.device.type != "cpu" or sys.platform != "linux":
@@ -299,8 +298,8 @@ def keep_memory(hardware: Hardware, *, sharded: bool = False) -> bool:
     if mallopt is None:  # another C library
         return False
     limit = _LIMIT_SHARDED if sharded else _LIMIT
-    # Old versions of glibc accept at most 32 MiB for this parameter. It is set first, because the
-    # other settings without it would make steps slower.
+    # Old versions of glibc accept at most 32 MiB for this parameter. It is set first, because
+    # without it, the other settings would make steps slower.
     if not (mallopt(_MMAP_THRESHOLD, limit) or mallopt(_MMAP_THRESHOLD, 32 << 20)):
         return False
     taken = [bool(mallopt(_TRIM_THRESHOLD, 2**31 - 1)), bool(mallopt(_TOP_PAD, 64 << 20))]
@@ -322,7 +321,7 @@ def give_back_unused(hardware: Hardware) -> None:
         trim(0)
 
 
-# The loss, computed in chunks of tokens. It is a custom operator, which torch.compile calls without
+# The loss, computed in chunks of tokens by a custom operator, which torch.compile calls without
 # tracing into it.
 
 
@@ -335,7 +334,7 @@ def chunk_loss(model: Model, chunk_tokens: int, z_loss_coef: float = 0.0) -> Non
     (Wijmans et al. 2024, arXiv 2411.09009) and in Liger-Kernel's fused linear cross-entropy.
 
     Args:
-        model: plain model, which is modified in place.
+        model: plain model to modify in place.
         chunk_tokens: number of tokens in a chunk.
         z_loss_coef: coefficient of the z-loss (see `head_loss`).
 

@@ -37,7 +37,7 @@ def weights_distance(
     found: Iterable[Tensor], exact: Iterable[Tensor], start: Iterable[Tensor]
 ) -> float:
     """Return the L2 distance between the weights of a trained model and exact weights, divided by
-    the L2 distance by which the exact weights moved in training. Each argument contains the same
+    the L2 distance that the exact weights moved in training. Each argument contains the same
     tensors [...] of a model, in the same order and on the CPU."""
     apart = moved = 0.0
     for one, other, before in zip(found, exact, start, strict=True):
@@ -108,9 +108,9 @@ def keep_bf16_residual(model: Model) -> None:
 
 
 def _layer_norm(norm: nn.LayerNorm, x: Tensor) -> Tensor:
-    # Autocast would pass an fp32 copy of x to the CUDA kernel, and keep the copy for the backward
-    # pass. The copy is not needed, because the kernel computes in fp32 for any dtype of x. However,
-    # the weight must have the same dtype as x.
+    # Autocast would pass an fp32 copy of x to the CUDA kernel and keep it for the backward pass.
+    # The copy is not needed, because the kernel computes in fp32 whatever the dtype of x is.
+    # However, the weight must have the same dtype as x.
     dtype = product_dtype(x)
     weight, bias = (None if p is None else p.to(dtype) for p in (norm.weight, norm.bias))
     with torch.autocast(x.device.type, enabled=False):
@@ -182,7 +182,7 @@ def matmul_precision(config: EfficiencyConfig) -> Iterator[None]:
 
 
 #: Minimum number of weights in a layer that uses fp8. In smaller layers, computing the casts and
-#: scales takes longer than the time that fp8 saves.
+#: scales takes more time than fp8 saves.
 FP8_LAYER_WEIGHTS = 4_000_000
 
 NO_FP8_LAYERS = (
@@ -240,7 +240,7 @@ def _fp8_conv1d(layer: Conv1D, settings: Any, x: Tensor) -> Tensor:
 
 def fp8_layers(model: nn.Module) -> dict[str, nn.Linear | Conv1D]:
     """Return the layers whose matrix products are computed in fp8 with precision "fp8", keyed by
-    name. These are the large layers whose sizes are multiples of 16, as fp8 tensor cores require.
+    name. A layer must be large, and its sizes must be multiples of 16, as fp8 tensor cores require.
     The head is excluded, because its rounding errors would directly affect the loss. Routers are
     also excluded."""
     # With LoRA, the head's linear layer is called `lm_head.base_layer`.

@@ -146,9 +146,9 @@ def _visited_share(config: ModelConfig) -> float:
 def train_flops_per_token(model: Model, seq_len: int, *, frozen: bool = False) -> float:
     """Return the FLOPs per token of a forward and backward pass, without recomputation.
 
-    - Matrices: 6 FLOPs per weight that is applied to the token, 2 in the forward pass and 4 in the
-      backward pass. The head is included even if it is tied. Embedding lookups and routed experts
-      that are not chosen for the token are not included.
+    - Matrices: 6 FLOPs per weight applied to the token, 2 in the forward pass and 4 in the backward
+      pass. The head is included even if it is tied. Embedding lookups and routed experts that are
+      not chosen for the token are not included.
     - Attention: 12 * heads * head_dim FLOPs per layer for each token that the current token attends
       to. Because attention is causal, a token attends to half of the sequence on average, or less
       with a sliding window. Chowdhery et al. 2022 (arXiv 2204.02311, appendix B) count the full
@@ -164,8 +164,8 @@ def train_flops_per_token(model: Model, seq_len: int, *, frozen: bool = False) -
     """
     config = model.config
     matrix_weights = 0.0
-    # Duplicates are included so that a tied head is counted. Under the embedding's name, the shared
-    # weight is used only for lookups, which cost no FLOPs.
+    # Include duplicates, so that a tied head is counted. The weight that it shares with the
+    # embedding is not counted under the embedding's name, because lookups cost no FLOPs.
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if parameter.dim() == 3 and "experts" in name.split("."):  # stacked
             matrix_weights += parameter.numel() * _visited_share(config)

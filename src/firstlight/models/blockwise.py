@@ -1,5 +1,4 @@
-"""Causal attention that is computed in blocks of queries and does not save the scores for the
-backward pass.
+"""Causal attention, computed in blocks of queries without saving the scores for the backward pass.
 
 Attention (Vaswani et al. 2017, arXiv 1706.03762) is computed for one block of queries at a time,
 together with all keys that these queries attend to. The scores of a block fit in a CPU core's
@@ -27,9 +26,9 @@ from firstlight.models.ops import (
     product_dtype,
 )
 
-#: Sizes of the blocks: number of queries per block, number of scores that are computed at a time,
-#: and minimum number of query heads that are processed at a time. On an AMD EPYC, in bf16 with 256
-#: to 8,192 tokens, halving or doubling any of these numbers made attention up to 20% slower.
+#: Sizes of the blocks: number of queries per block, number of scores computed at a time, and
+#: minimum number of query heads processed at a time. On an AMD EPYC, in bf16 with 256 to 8,192
+#: tokens, halving or doubling any of these numbers made attention up to 20% slower.
 QUERIES = 128
 SCORES = 2**21
 _LEAST_HEADS = 4
@@ -56,7 +55,7 @@ def blockwise_attention(
     if dropout:
         shape = *q_BHTD.shape[:-1], k_BKSD.shape[-2]
         kept_BHTS = q_BHTD.new_empty(shape, dtype=torch.bool).bernoulli_(1 - dropout)
-    # As in torch's dropout, the weights that are kept are multiplied by 1 / (1 - dropout).
+    # As in torch's dropout, the remaining weights are multiplied by 1 / (1 - dropout).
     growth, bound = 1 / (1 - dropout), softcap or 0.0
     result: Tensor = _attention(
         q_BHTD, k_BKSD, v_BKSD, mask, kept_BHTS, growth, bound, sinks_H, scale
@@ -97,7 +96,7 @@ def _(q_BHTD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, *_: Any) -> Tensor:
 def _empty_gradients(
     q_BHTD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, *others: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Create uninitialised tensors for the gradients of queries, keys, values and sinks."""
+    """Create uninitialised tensors for the gradients of the queries, keys, values and sinks."""
     # torch omits trailing arguments that have their default value.
     sinks_H = others[4] if len(others) > 4 else None
     grad_q, grad_k, grad_v = map(_like_projected, (q_BHTD, k_BKSD, v_BKSD))
@@ -374,9 +373,9 @@ def _parts(
     sinks_H: Tensor | None = None,
     scale: float | None = None,
 ) -> Iterator[tuple[tuple[slice, slice], tuple[slice, slice], _Part]]:
-    """Divide a batch into parts. For each part, yield the slices that select its sequences and
-    query heads from [B, H], the slices that select its sequences and key-value heads from [B, K],
-    and the part itself."""
+    """Divide a batch into parts. For each part, yield two pairs of slices and the part itself. The
+    first pair selects the sequences and query heads of the part from [B, H]. The second pair
+    selects its sequences and key-value heads from [B, K]."""
     (batch, heads, new, _), (_, kept, total, _) = q_BHTD.shape, k_BKSD.shape
     groups = heads // kept
     rows, some = at_a_time(heads, kept, new, total)
@@ -393,8 +392,8 @@ def _parts(
 
 def blocks_of(new: int, total: int) -> Iterator[tuple[int, int, int]]:
     """Divide the queries into blocks. For each block, yield the index of its first query, the index
-    after its last query, and the number of keys, counted from the first key, that the queries of
-    the block can attend to."""
+    after its last query, and a number of keys n. The queries of the block can attend only to the
+    first n keys."""
     for start in range(0, new, QUERIES):
         end = min(start + QUERIES, new)
         yield start, end, total - new + end

@@ -54,8 +54,8 @@ class Cache(Protocol):
         tensors do not change."""
 
     def advance(self, new: int) -> None:
-        """Increase the length of all sequences by `new` tokens. This is called after all layers
-        have stored the new tokens."""
+        """Increase the length of all sequences by `new` tokens. Called after all layers have stored
+        the new tokens."""
 
 
 class KVCache:
@@ -73,14 +73,14 @@ class KVCache:
 
     Attributes:
         keys, values: one tensor [B, K, max_tokens, D] per layer. In layers that store recurrent
-            states, K is 0. If all layers shared a single tensor, a compiled step would copy the
-            whole tensor to write one layer.
+            states, K is 0. With a single tensor for all layers, a compiled step would copy the
+            whole tensor in order to write one layer.
         states: recurrent states of each layer, as a tuple of tensors [B, ...] in at least fp32. The
             tuple is empty for layers that store keys and values.
         length: number of tokens stored so far.
-        least_length: minimum sequence length, in tokens, that is used to compute rotary frequencies
-            that depend on the length. It is set when the sequences are known to become at least
-            this long.
+        least_length: lower bound, in tokens, on the sequence length used to compute rotary
+            frequencies that depend on this length. It is set when the sequences are known to become
+            at least this long.
     """
 
     def __init__(
@@ -208,7 +208,7 @@ class KVCache:
         for layer, computed in zip(
             (*self.keys, *self.values), (*other.keys, *other.values), strict=True
         ):
-            # Several sequences can start with the same prompt, which is then computed only once.
+            # Several sequences can start with the same prompt, which is then processed only once.
             layer[:, :, : other.length] = computed[rows_B, :, : other.length]
         for own, states in zip(self.states, other.states, strict=True):
             for one, computed in zip(own, states, strict=True):

@@ -9,9 +9,12 @@ scores when experts are chosen, but it does not affect the weights of their outp
 the same names as in Hugging Face's `DeepseekV2ForCausalLM` and `DeepseekV3ForCausalLM`. Moonlight
 uses the architecture of DeepSeek-V3.
 
-Shape letters are defined in `models/ops.py` and `models/moe.py`. In addition, L is the rank of the
-KV latent (`kv_lora_rank`), R is the number of rotated dimensions of a head (`qk_rope_head_dim`), G
-is the number of expert groups, and X is the number of experts per group.
+Shape letters are defined in `models/ops.py` and `models/moe.py`. These letters are added:
+
+    L   rank of the KV latent (`kv_lora_rank`)
+    R   number of rotated dimensions of a head (`qk_rope_head_dim`)
+    G   number of expert groups
+    X   number of experts per group
 """
 
 from __future__ import annotations
@@ -206,8 +209,8 @@ class DeepseekConfig(DecoderConfig):
             raise ValueError("norm_topk_prob and rope_interleave are keys of deepseek_v3 models")
         return self
 
-    # If the experts are divided into groups, each token can use only the experts of some groups.
-    # Therefore, this method overrides `DecoderConfig._check_visited`.
+    # This method overrides `DecoderConfig._check_visited`, because group-limited routing restricts
+    # each token to the experts of some groups.
     @model_validator(mode="after")
     def _check_visited(self) -> Self:
         if self.num_experts % self.n_group or self.topk_group > self.n_group:
@@ -240,8 +243,8 @@ class DeepseekConfig(DecoderConfig):
 
     @property
     def cached_numbers(self) -> int:
-        """Number of elements that are cached per token and layer. It is the sum of the sizes of the
-        KV latent and the rotated key."""
+        """Number of elements cached per token and layer: the sum of the sizes of the KV latent and
+        the rotated key."""
         return self.kv_lora_rank + self.qk_rope_head_dim
 
     def has_experts(self, layer: int) -> bool:
@@ -366,9 +369,9 @@ class DeepseekRouter(Router):
 
     Attributes:
         has_bias: True for DeepSeek-V3, whose routers have an `e_score_correction_bias`.
-        e_score_correction_bias: fp32 bias [E] that is added to the scores when experts are chosen.
-            Only DeepSeek-V3 has this bias. It is a buffer, so it does not receive a gradient. It is
-            always stored in fp32, and it is saved with the weights.
+        e_score_correction_bias: fp32 bias [E] added to the scores when experts are chosen. Only
+            DeepSeek-V3 has this bias. It is a buffer, always in fp32, that is saved with the
+            weights but receives no gradient.
     """
 
     e_score_correction_bias: Tensor
@@ -496,9 +499,9 @@ class Deepseek(Llama):
         """Compute the load-balancing loss of a forward pass. See `LanguageModel.balance` for the
         arguments and the result.
 
-        The loss uses the experts chosen by group-limited routing, and scores that are normalised to
-        sum to 1 for each token (DeepSeek-V3, arXiv 2412.19437, equations 17 to 20). Means are taken
-        over all tokens of the forward pass."""
+        The loss uses the experts chosen by group-limited routing, and scores normalised to sum to 1
+        for each token (DeepSeek-V3, arXiv 2412.19437, equations 17 to 20). Means are taken over all
+        tokens of the forward pass."""
         layers = [layer.mlp for layer in self.layers if isinstance(layer.mlp, DeepseekMLP)]
         scores = [mlp.scores(one) for mlp, one in zip(layers, router_logits, strict=True)]
         chosen = [mlp.chosen(one) for mlp, one in zip(layers, scores, strict=True)]

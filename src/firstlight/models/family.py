@@ -1,5 +1,4 @@
-"""Specifications of model families, which are used for loading, conversion, parallelism and
-planning.
+"""Specifications of model families, used for loading, conversion, parallelism and planning.
 
 Outside `models/`, only benchmarks and the readers of other projects' checkpoint formats refer to
 families by name. To add a Llama-like family, an entry in `llama_families.py` is sufficient. A
@@ -27,8 +26,8 @@ class AttentionSpec:
         dropout: probability of dropping an attention weight in training.
         scale: factor by which the scores are multiplied; None for 1 / sqrt(head_dim).
         softcap: soft cap c of the scores s, which become c tanh(s / c); None for no cap.
-        rope: index of the rotary table that is applied to queries and keys; None for no rotation.
-            Index 1 is a second table, which some families use in layers with a window.
+        rope: index of the rotary table applied to queries and keys; None for no rotation. Index 1
+            selects a second table, which some families use in layers with a window.
         sinks: True if each head has an attention sink, a learned logit in its softmax that has no
             value vector.
         value_dim: dimension of a value head; None for the dimension of a key head.
@@ -118,7 +117,7 @@ class GGUFSpec:
         has_window_base: True if llama.cpp supports a separate rotary base in layers with a sliding
             window.
         exact_heads: True if llama.cpp requires num_attention_heads * head_dim to equal hidden_size.
-        gating: name of the function that is applied to the router's logits, for layers of the kind
+        gating: name of the function applied to the router's logits, for layers of the kind
             "latent".
         inner_eps: epsilon that the model uses for normalisation inside attention, where llama.cpp
             always uses rms_norm_eps; None if the model uses rms_norm_eps as well.
@@ -240,8 +239,8 @@ class FamilySpec:
         left_out: name prefixes of tensors in the checkpoint files that are ignored, because they
             are not part of the model.
         tokenizer_split: key in `SPLIT_PATTERNS`. It selects the pattern with which transformers
-            splits text for all tokenizers of the family. None if transformers uses the pattern that
-            is stored with the tokenizer.
+            splits text for all tokenizers of the family. None if transformers uses the pattern
+            stored with the tokenizer.
     """
 
     architecture: str
@@ -324,7 +323,7 @@ class FamilyConfig(Section):
 
     @classmethod
     def default_type(cls) -> str:
-        """Return the `model_type` that is used if a config does not specify one."""
+        """Return the `model_type` to use if a config does not specify one."""
         return str(cls.model_fields["model_type"].default)
 
     @property
@@ -355,8 +354,7 @@ class FamilyConfig(Section):
 
     @property
     def cached_numbers(self) -> int:
-        """Number of elements that are cached per token in each layer that caches keys and
-        values."""
+        """Number of elements cached per token in each layer that caches keys and values."""
         config: Any = self
         return 2 * int(config.num_key_value_heads) * int(config.head_dim)
 
@@ -369,8 +367,8 @@ class FamilyConfig(Section):
     @property
     def long_from(self) -> int | None:
         """Sequence length in tokens at which the rotary frequencies change; None if they never
-        change. If a sequence reaches this length, attention keys that were cached for a shorter
-        prefix of it can't be reused."""
+        change. Once a sequence reaches this length, keys that were cached while it was shorter
+        can't be reused."""
         return rope_changes_at(getattr(self, "rope_scaling", None))
 
     @property

@@ -40,15 +40,16 @@ _ACTIVATIONS = {
 
 #: Mapping from the name of an activation in recipes to its function.
 ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
-    # OpenAI's model was trained with the tanh approximation; exact GELU gives different logits.
+    # OpenAI's model was trained with the tanh approximation. Exact GELU would give different
+    # logits.
     "gelu_new": functools.partial(F.gelu, approximate="tanh"),
     "gelu": F.gelu,
     "relu": F.relu,
 }
 
-#: Keys that were added after the first versions. They are omitted from the dumped section if they
-#: have their default values. The hash of a base model then still matches the hash stored in
-#: existing LoRA runs.
+#: Keys added after the first versions. They are omitted from the dumped section if they have their
+#: default values, so that the hash of a base model still matches the hash stored in existing LoRA
+#: runs.
 _LATER_KEYS = ("scale_attn_weights", "scale_attn_by_inverse_layer_idx")
 
 _GGUF = GGUFSpec(
@@ -309,8 +310,8 @@ class GPT2Block(nn.Module):
 
 
 class GPT2Decoder(nn.Module):
-    """The embeddings, the layers and the final norm. This module is called `transformer` in Hugging
-    Face's class."""
+    """The embeddings, the layers and the final norm. Hugging Face's model class calls this module
+    `transformer`."""
 
     def __init__(self, config: GPT2Config, padded_vocab_size: int) -> None:
         super().__init__()

@@ -156,8 +156,8 @@ class GPTNeoXBlock(nn.Module):
 
 
 class GPTNeoXDecoder(nn.Module):
-    """The embedding, the layers and the final norm. This module is called `gpt_neox` in Hugging
-    Face's class."""
+    """The embedding, the layers and the final norm. Hugging Face's model class calls this module
+    `gpt_neox`."""
 
     def __init__(self, config: GPTNeoXConfig, padded_vocab_size: int) -> None:
         super().__init__()

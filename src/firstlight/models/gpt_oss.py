@@ -147,8 +147,7 @@ class GptOssExperts(Experts):
 
 class GptOssMLP(RoutedMLP):
     """The router and the experts of one layer. The router has a bias. The routing weights of a
-    token are computed with a softmax over the logits of the experts that are chosen for the
-    token."""
+    token are computed with a softmax over the logits of the experts chosen for the token."""
 
     def __init__(self, config: GptOssConfig) -> None:
         super().__init__()

@@ -61,8 +61,8 @@ class LanguageModel(nn.Module):
     Attributes:
         head_loss: function that computes the loss from the last hidden states; efficiency methods
             replace it.
-        make_mask: function that makes the masks for the layers' `attend`; efficiency methods
-            replace it together with `attend`.
+        make_mask: function that creates the masks that layers pass to `attend`; efficiency methods
+            replace both functions together.
         norm_init: initial value of the weights of norms.
         router_statistics: statistics of the routers, accumulated over all training steps since they
             were last read; None for a dense model.
@@ -73,8 +73,8 @@ class LanguageModel(nn.Module):
             the name is always `lm_head.weight`.
         residual_projections: substrings that occur in the names of the projections that write into
             the residual stream.
-        zero_vectors: name suffixes of the vectors that are initialised to zero. All other vectors
-            are weights of norms.
+        zero_vectors: name suffixes of the vectors initialised to zero. All other vectors are
+            weights of norms.
         tensor_parallel_plan: mapping from a module's name to its kind of sharding in tensor
             parallelism (see `Llama.tensor_parallel_plan`); empty if tensor parallelism is not
             supported.

@@ -121,8 +121,8 @@ class LlamaAttention(SelfAttention):
         return apply_rope(q_BHTD, cos, sin), apply_rope(k_BKTD, cos, sin)
 
     def options(self, mask: Any) -> AttentionOptions:
-        """Return the options that are passed to the attention kernel in addition to queries, keys
-        and values."""
+        """Return the options passed to the attention kernel in addition to queries, keys and
+        values."""
         return AttentionOptions(mask, scale=self.scale)
 
     def forward(self, x_BTC: Tensor, ropes: Ropes, mask: Any, cache: Cache | None) -> Tensor:
@@ -254,10 +254,10 @@ class Llama(LanguageModel):
     final_modules = ("model.norm", "lm_head")
     residual_projections: ClassVar[tuple[str, ...]] = ("o_proj.", "down_proj")
     # Kinds of sharding in tensor parallelism. "inputs" is a module with sharded submodules and a
-    # replicated input. "columns" is a linear layer that is sharded by output features; its output
-    # stays sharded. "rows" is a linear layer that is sharded by input features; its outputs are
-    # summed over processes. "table" is the embedding, which is sharded by the vocabulary. "head" is
-    # the head, which is sharded by the vocabulary; its outputs are gathered.
+    # replicated input. "columns" is a linear layer sharded by output features; its output stays
+    # sharded. "rows" is a linear layer sharded by input features; its outputs are summed over
+    # processes. "table" is the embedding, sharded over the vocabulary. "head" is the head, sharded
+    # over the vocabulary; its outputs are gathered.
     tensor_parallel_plan: ClassVar[Mapping[str, str]] = {
         "model.embed_tokens": "table",
         "model.layers.*.self_attn": "inputs",

@@ -118,10 +118,10 @@ class DecoderConfig(FamilyConfig):
 
     @model_serializer(mode="wrap")
     def _leave_later_keys_out(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        # For families that do not have the `LATER_KEYS`, these keys are omitted from the dumped
-        # section. It is then the same as before the keys were added, so that the hash of a base
-        # model matches the hash stored in existing LoRA runs. A value of None is omitted if it is
-        # the default.
+        # The `LATER_KEYS` are omitted from the dumped section of families that do not have them.
+        # For families that do have them, a value of None is omitted if it is the default. The
+        # section is then the same as before these keys were added, so that the hash of a base model
+        # matches the hash stored in existing LoRA runs.
         own, fields = self.family.own_keys, type(self).model_fields
         return {
             name: value
@@ -357,7 +357,7 @@ class LlamaConfig(DecoderConfig):
 #: Keys for which null in config.json is a valid value. For all other keys, null means the default.
 _NULLABLE = ("attn_logit_softcapping", "final_logit_softcapping")
 
-#: Settings that are read by `_windows_from_json` and `_rope_from_json` only.
+#: Settings read only by `_windows_from_json` and `_rope_from_json`.
 _READ_APART = ("sliding_window", "max_window_layers", "layer_types", "partial_rotary_factor")
 
 _SAME_ACTIVATION = {"swish": "silu"}
@@ -414,9 +414,9 @@ def values_from_json(
 
 
 def _check_built(spec: FamilySpec, config: Mapping[str, Any], *, has_choice: bool) -> None:
-    """Raise an error for an activation or a kind of attention that is not implemented. The
-    activation is not checked if `has_choice` is True, which means that the config class has a key
-    for it."""
+    """Raise an error for an activation or a kind of attention that is not implemented. If
+    `has_choice` is True, the config class has a key for the activation, so the activation is not
+    checked."""
     activation = config.get(spec.activation_key) or spec.activation
     if not has_choice and _SAME_ACTIVATION.get(activation, activation) != spec.activation:
         raise ModelError(

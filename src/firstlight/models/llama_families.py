@@ -31,7 +31,7 @@ MULTIPLIERS = (
     "logits_scaling",
 )
 
-# Default sizes that several Hugging Face config classes share. Sizes that are missing here are
+# Default sizes shared by several Hugging Face config classes. Sizes that are not listed here are
 # derived from other keys.
 _SIZES_OF_LLAMA: dict[str, Any] = {
     "vocab_size": 32000,
@@ -353,8 +353,8 @@ DENSE: dict[str, FamilySpec] = {
 #: Keys that some families do not have.
 OWN_KEYS: frozenset[str] = frozenset(key for spec in DENSE.values() for key in spec.own_keys)
 
-#: Keys that were added after the first families. They are omitted when the config of a family
-#: without them is dumped, so that the hashes of older configs stay valid.
+#: Keys added after the first families. They are omitted when the config of a family without them is
+#: dumped, so that the hashes of older configs stay valid.
 LATER_KEYS: frozenset[str] = frozenset(
     (
         *MULTIPLIERS,

@@ -351,8 +351,8 @@ class HeadNorms(nn.Module):
 
     def __init__(self, heads: int, head_dim: int, eps: float) -> None:
         super().__init__()
-        # There is one module per head only so that the names match the family's checkpoint files.
-        # `forward` normalises all heads at once.
+        # There is a separate module for each head, but only to match the names in the family's
+        # checkpoint files. `forward` normalises all heads at once.
         self.norms = nn.ModuleList(nn.LayerNorm(head_dim, eps, bias=False) for _ in range(heads))
         self.eps = eps
 

@@ -125,8 +125,8 @@ class MoEConfig(DecoderConfig):
     def to_hf(self) -> dict[str, Any]:
         """Return the Hugging Face `config.json` of this model."""
         content = super().to_hf() | {"output_router_logits": False}
-        # For both families, transformers 5 writes the number of experts under Mixtral's key.
-        # transformers 4 reads the key that is specific to each family.
+        # transformers 5 writes the number of experts under Mixtral's key for both families.
+        # transformers 4 reads a different key for each family.
         content["num_local_experts"] = self.num_experts
         if self.model_type == "mixtral":
             for name in (

@@ -1,10 +1,17 @@
 """Mixture of experts, in which a router chooses a few MLPs (experts) for each token.
 
-In names, a visit is a pair of a token and one of the experts that are chosen for the token.
+Names in this code use the word visit for a pair of a token and one of the experts chosen for that
+token.
 
-Shape letters: N is the number of tokens in a batch, K the number of experts per token, E the number
-of experts per layer, C the hidden size, F the inner width of an expert, M = N * K the number of
-visits (pairs of a token and one of its experts), and L the number of layers with experts.
+Shape letters:
+
+    N   number of tokens in a batch
+    K   number of experts per token
+    E   number of experts per layer
+    C   hidden size
+    F   inner width of an expert
+    M   number of visits, N * K
+    L   number of layers with experts
 """
 
 from __future__ import annotations
@@ -20,8 +27,8 @@ from firstlight.models.ops import product_dtype
 
 
 class Router(nn.Linear):
-    """A linear layer that computes the router logits, from which the experts of each token are
-    chosen. It is a separate class, so that routers can be excluded from LoRA adapters and from
+    """A linear layer that computes the router logits, by which the experts of each token are
+    chosen. It is a separate class so that routers can be excluded from LoRA adapters and
     quantisation."""
 
 
@@ -115,7 +122,7 @@ def grouped_linear(x_MC: Tensor, weight_EFC: Tensor, ends_E: Tensor) -> Tensor:
     by the transpose of `weight_EFC[e]`. The result has the dtype of autocast if autocast is
     enabled, otherwise the dtype of the weight.
 
-    torch's grouped kernel requires the size of a row to be a multiple of 16 bytes. On GPUs, it also
+    torch's grouped kernel requires rows whose size is a multiple of 16 bytes. On GPUs, it also
     requires bf16 and compute capability 8.0 or higher. If the kernel can't be used, a separate
     product is computed for each expert. The product includes only the rows of the expert or, if
     that is faster, a larger block of rows (see `_takes_blocks`).
@@ -251,8 +258,8 @@ def _takes_blocks(x_MC: Tensor, weight_EFC: Tensor) -> bool:
     return on_cpu and len(x_MC) >= ROWS_OF_BLOCKS * len(weight_EFC)
 
 
-#: Number of distinct matrix products that the experts compute per step: for each of the two
-#: weights, one in the forward pass, one for the gradient of the input, and one for the gradient of
+#: Number of distinct matrix products that an expert computes per step. For each of its two weights,
+#: these are the product in the forward pass and the products for the gradients of the input and of
 #: the weight.
 _PRODUCTS = 6
 #: Number of products whose code oneDNN caches, and memory in bytes per cached product (0.7 MiB).
@@ -309,8 +316,8 @@ class RouterStatistics:
     Attributes:
         loss_sum: load-balancing loss times the number of valid labels, summed over the forward
             passes, []; None before the first pass.
-        visits_LE: number of tokens that were routed to each expert of each layer, int64 [L, E];
-            None before the first pass.
+        visits_LE: number of tokens routed to each expert of each layer, int64 [L, E]; None before
+            the first pass.
     """
 
     def __init__(self) -> None:
@@ -363,7 +370,7 @@ def load_balancing_loss(
 ) -> tuple[Tensor, Tensor]:
     """Compute the auxiliary load-balancing loss of the routers (Fedus et al. 2021, arXiv
     2101.03961, equation 4). As in transformers, means are taken over the tokens of all layers
-    together.
+    combined.
 
     Each expert contributes the number of tokens routed to it, divided by N, times its mean
     probability. The loss is E times the sum of these products. It equals K if all experts receive

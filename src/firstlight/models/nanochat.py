@@ -2,7 +2,7 @@
 Llama in:
 
 - norms without weights, and a norm after the embedding;
-- queries and keys that are rotated in the opposite direction, and normalised after the rotation;
+- queries and keys rotated in the opposite direction and then normalised;
 - an MLP with squared ReLU and without a gate;
 - a soft cap on the logits.
 

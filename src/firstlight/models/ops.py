@@ -1,9 +1,15 @@
 """Tensor functions and the embedding module that the model families share.
 
-Shape letters, here and in the modules of the families: B is the batch size, T the number of new
-tokens, S the total number of earlier and new tokens whose keys and values attention reads, H the
-number of query heads, K the number of key-value heads, D the head dimension, C the hidden size, and
-V the vocabulary size.
+Shape letters, here and in the modules of the families:
+
+    B   batch size
+    T   number of new tokens per sequence
+    S   number of tokens, earlier and new, whose keys and values attention reads
+    H   number of query heads
+    K   number of key-value heads
+    D   head dimension
+    C   hidden size
+    V   vocabulary size
 """
 
 from __future__ import annotations
@@ -17,13 +23,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-#: Label of tokens that are excluded from the loss, as in `torch.nn.functional.cross_entropy`.
+#: Label of tokens excluded from the loss, as in `torch.nn.functional.cross_entropy`.
 IGNORE_INDEX = -100
 
 
 def product_dtype(x: Tensor) -> torch.dtype:
-    """Return the dtype to which a matrix product should cast `x` [...]. This is autocast's dtype on
-    the device of `x` if autocast is enabled, and otherwise the dtype of `x`.
+    """Return the dtype to which a matrix product should cast `x` [...]: autocast's dtype on the
+    device of `x` if autocast is enabled, otherwise the dtype of `x`.
 
     Custom operators need this function, because autocast does not cast their inputs.
     """
@@ -228,8 +234,8 @@ def for_each_query_head(x_BKSD: Tensor, heads: int) -> Tensor:
 
 
 def causal_mask(new: int, total: int, device: torch.device) -> Tensor:
-    """Return a causal mask, bool [T, S], for the last `new` of `total` tokens. It is true for the
-    keys that each of these tokens attends to."""
+    """Return a causal mask, bool [T, S], that is true for the keys that each of the last `new` of
+    `total` tokens attends to."""
     return torch.ones(new, total, dtype=torch.bool, device=device).tril(total - new)
 
 
@@ -351,8 +357,8 @@ class HeadLoss(Protocol):
 
 
 def z_loss_sum(logits: Tensor, labels: Tensor) -> Tensor:
-    """Compute the z-loss (Chowdhery et al. 2022, PaLM, arXiv 2204.02311, section 5). This is the
-    sum of logsumexp(logits)^2 over all tokens whose label is not -100, fp32 [].
+    """Compute the z-loss (Chowdhery et al. 2022, PaLM, arXiv 2204.02311, section 5): the sum of
+    logsumexp(logits)^2 over all tokens whose label is not -100, fp32 [].
 
     The cross-entropy does not change if a constant is added to all logits of a token. The z-loss
     keeps this constant close to zero.
@@ -380,14 +386,14 @@ def logits_without_padding(
         softcap: soft cap of the logits (see `soft_capped`); None for no cap.
 
     Returns:
-        Logits [B, T, V]. In code that is compiled for a GPU, the shape is [B, T, V or more], and
-        the logits of padding rows are -inf.
+        Logits [B, T, V]. In code compiled for a GPU, the shape is [B, T, V or more], and the logits
+        of padding rows are -inf.
     """
     # Compiled code keeps the padding, because the kernels that torch.compile generates for GPUs
     # read rows of odd length one element at a time.
     keeps_rows = _is_compiled_for_gpu(x_BTC)
     if keeps_rows and softcap is None and _is_plain(head) and head.out_features > vocab_size:
-        # Adding a bias in the matrix product takes no extra time, whereas masking the logits would.
+        # Adding a bias in the matrix product takes no extra time, unlike masking the logits.
         bias_V = head.weight.new_zeros(head.out_features)
         return F.linear(x_BTC, head.weight, _without_padding(bias_V, vocab_size))
     logits = head(x_BTC)
@@ -403,10 +409,10 @@ def _without_padding(x: Tensor, vocab_size: int) -> Tensor:
 
 
 def _is_plain(head: object) -> TypeGuard[nn.Linear]:
-    """Return True if a head is a linear layer without a bias, and calling it only computes a matrix
+    """Return True if a head is a linear layer without a bias whose call computes only a matrix
     product.
 
-    This is not the case with LoRA, which changes the class of the head, or with tensor parallelism,
+    The result is False with LoRA, which changes the class of the head, and with tensor parallelism,
     which adds hooks to the head.
     """
     if type(head) is not nn.Linear:

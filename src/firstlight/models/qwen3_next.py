@@ -9,10 +9,17 @@ output. In Qwen3-Next, all layers have routed experts and a shared expert for ev
 Qwen3.5, they have an MLP. Parameters have the same names as in Hugging Face's
 `Qwen3NextForCausalLM` and `Qwen3_5ForCausalLM`.
 
-Shape letters are defined in `models/ops.py` and `models/moe.py`. In layers with linear attention, G
-is the number of key heads, H the number of value heads, D the dimension of a key head, E the
-dimension of a value head, X the number of channels of the convolution, W its width, N the number of
-chunks, and S the number of tokens per chunk.
+Shape letters are defined in `models/ops.py` and `models/moe.py`. In layers with linear attention,
+these letters are used instead:
+
+    G   number of key heads
+    H   number of value heads
+    D   dimension of a key head
+    E   dimension of a value head
+    X   number of channels of the convolution
+    W   width of the convolution
+    N   number of chunks
+    S   number of tokens per chunk
 """
 
 from __future__ import annotations
@@ -374,7 +381,7 @@ class GatedDeltaNet(nn.Module):
 class Qwen35DeltaNet(GatedDeltaNet):
     """Linear attention with four separate input matrices. One matrix computes queries, keys and
     values, and the other three compute the gates, the update strengths and the decays. The rows of
-    each matrix are in the order of the heads."""
+    each matrix are ordered by head."""
 
     def add_projections(self, hidden_size: int, value_heads: int) -> None:
         """See `GatedDeltaNet.add_projections`."""
@@ -406,15 +413,15 @@ def _document_masks(positions_BT: Tensor, size: int) -> tuple[Tensor, Tensor, Te
     Returns:
         Bool tensors:
         - [B, 1, N, S, S], true for two tokens of the same document;
-        - [B, 1, N, S], true for tokens that read the state from before their chunk;
-        - [B, 1, N, S], true for tokens that are part of the state after their chunk;
+        - [B, 1, N, S], true for tokens that read the state from the end of the previous chunk;
+        - [B, 1, N, S], true for tokens that contribute to the state at the end of their chunk;
         - [B, 1, N], true for chunks in which no document starts, so that the state after the chunk
           still includes the state before it.
     """
     documents = _in_chunks((positions_BT == 0).cumsum(1)[:, None], size)
     # The state before a chunk belongs to the last document of the previous chunk. Only tokens of
-    # this document read it, and only tokens of a chunk's last document are part of the state after
-    # the chunk.
+    # this document read it, and only tokens of a chunk's last document contribute to the state
+    # after the chunk.
     last_BN = documents[..., -1]
     open_BN = F.pad(last_BN[..., :-1], (1, 0), value=1)
     same = documents[..., :, None] == documents[..., None, :]
@@ -527,8 +534,8 @@ class Qwen3NextAttention(LlamaAttention):
 
 
 class Qwen3NextMLP(SparseMLP):
-    """The experts of one layer: routed experts, and a shared expert that is applied to every token.
-    The output of the shared expert is multiplied by a sigmoid gate."""
+    """The experts of one layer: routed experts, and a shared expert applied to every token. The
+    output of the shared expert is multiplied by a sigmoid gate."""
 
     def __init__(self, config: Qwen3NextConfig) -> None:
         super().__init__(config)

@@ -220,8 +220,8 @@ def dynamic_frequencies(
 
 def _llama3_frequencies(frequencies: Tensor, scaling: Llama3Rope) -> Tensor:
     # High frequencies distinguish neighbouring positions and are not changed. Pairs of dimensions
-    # whose wavelength is longer than the original context did not complete a full rotation in
-    # training. If their wavelengths were not stretched, longer sequences would have angles that
+    # whose wavelength is longer than the original context never completed a full rotation in
+    # training. Without stretching these wavelengths, longer sequences would contain angles that
     # never occurred in training.
     wavelengths = 2 * math.pi / frequencies
     longest = scaling.original_max_position_embeddings / scaling.low_freq_factor
@@ -261,8 +261,8 @@ def _yarn_frequencies(
 
 
 def rope_magnitude(scaling: AnyRope | None, max_positions: int) -> float:
-    """Return the factor by which cos and sin are multiplied. It is 1 unless the kind is "yarn" or
-    "longrope".
+    """Return the factor by which cos and sin are multiplied, which is 1 unless the kind is "yarn"
+    or "longrope".
 
     Args:
         scaling: rescaling of the frequencies; None for no rescaling.
@@ -285,8 +285,8 @@ def rope_magnitude(scaling: AnyRope | None, max_positions: int) -> float:
 
 
 def yarn_magnitude(factor: float, scale: float = 1.0) -> float:
-    """Return YaRN's factor for cos and sin. It is 0.1 scale ln(factor) + 1 (Peng et al. 2023,
-    equation 22), or 1 if `factor` is at most 1."""
+    """Return YaRN's factor for cos and sin: 0.1 scale ln(factor) + 1 (Peng et al. 2023, equation
+    22), or 1 if `factor` is at most 1."""
     return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1.0
 
 

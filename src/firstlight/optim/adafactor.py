@@ -25,20 +25,20 @@ AdafactorVariant = Literal["auto", "paper", "torch"]
 #: gradient is zero.
 _EPS_OF_SQUARES = 1e-30
 #: Lower bound on the root mean square by which a parameter's steps are scaled. Without this bound,
-#: parameters that are initialised to zero would never change.
+#: parameters initialised to zero would never change.
 _EPS_OF_SCALE = 1e-3
 
 
 class Adafactor(ForeachOptimizer):
-    """Adafactor (Shazeer and Stern 2018, arXiv 1804.04235) without momentum and without a schedule
-    of its own. Steps are relative to the size of the parameter. The optimizer is equivalent to
+    """Adafactor (Shazeer and Stern 2018, arXiv 1804.04235) without momentum and without a built-in
+    schedule. Steps are relative to the size of the parameter. The optimizer is equivalent to
     `transformers.Adafactor` with `relative_step=False` and `scale_parameter=True`.
 
     The step and the weight decay are multiplied by `lr` and by the root mean square of the
     parameter. torch.optim.Adafactor has the same state but differs from this class in three ways.
     Its weight decay is `lr` times `weight_decay`, regardless of the size of the parameter. Its
     learning rate is at most 1/sqrt(step). It clamps the mean of the squared gradients to at least
-    1.2e-7, although the mean is smaller than that in large models.
+    1.2e-7, even though the mean is smaller than that in large models.
 
     Args:
         groups: torch's parameter groups. Within a group, either all parameters must have at least
@@ -75,8 +75,8 @@ class Adafactor(ForeachOptimizer):
         gradients = [p.grad for p in parameters if p.grad is not None]
         states, skips = [self._state_for(p) for p in parameters], self.skips
         fresh = [float(state["step"]) ** group["beta2_decay"] for state in states]
-        # These lists contain scalar tensors and not Python numbers. To convert a tensor to a Python
-        # number, the host would have to wait for the GPU.
+        # These lists contain scalar tensors instead of Python numbers, because the host would have
+        # to wait for the GPU to convert a tensor to a Python number.
         rates = torch._foreach_clamp_min(_root_mean_squares(parameters), _EPS_OF_SCALE)
         torch._foreach_mul_(rates, group["lr"])
         updates = _directions(gradients, states, fresh, skips)
@@ -126,7 +126,7 @@ def _directions(
 
     Args:
         gradients: gradients of any shapes.
-        states: state of the parameter that each gradient belongs to.
+        states: state of the corresponding parameter for each gradient.
         fresh: weight of this step's squared gradient in the moving average, for each parameter.
         skips: bool [], true to leave the second moments unchanged (see `lerp_unless`).
     """

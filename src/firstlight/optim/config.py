@@ -37,8 +37,7 @@ from firstlight.optim.spec import (
 
 Role = Literal["embedding", "head", "matrix", "vector"]
 
-#: Titles of the roles in the table that is printed at the start of a run. The order is the order of
-#: the rows in the table.
+#: Titles of the roles in the table printed at the start of a run, in the order of the table's rows.
 ROLES: dict[Role, str] = {
     "embedding": "embeddings",
     "head": "head",
@@ -292,8 +291,8 @@ class OptimizerConfig(AdafactorConfig, SGDConfig, MuonConfig, AdamWConfig, Eight
         return self
 
     def for_width(self, hidden_size: int) -> OptimizerConfig:
-        """Return a copy of these settings with learning rates that are adjusted to a model of the
-        given width (see `tuned_width`)."""
+        """Return a copy of these settings with learning rates adjusted to a model of the given
+        width (see `tuned_width`)."""
         if self.tuned_width in (None, hidden_size):
             return self
         assert self.tuned_width is not None

@@ -1,4 +1,4 @@
-"""Functions for working with parameters that are sharded over processes as torch DTensors."""
+"""Functions for working with parameters sharded over processes as torch DTensors."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def is_sharded(tensor: Tensor | None) -> TypeGuard[DTensor]:
-    """Return True if the tensor is a DTensor, of which this process has one shard."""
+    """Return True if the tensor is a DTensor, which means that this process has one shard of it."""
     # DTensor is not imported here, because the import takes most of a second. If the module has not
     # been imported, there are no DTensors.
     module = sys.modules.get("torch.distributed.tensor")

@@ -179,7 +179,7 @@ def _torchao(
         # its warnings.
         importlib.import_module("torch._inductor.compile_fx")
     # In the first step, torch warns that its cache of compiled code does not have a stable hash for
-    # this tensor class. Users can't do anything about this, so the warning is suppressed.
+    # this tensor class. The warning is suppressed, because users can't do anything about it.
     warnings.filterwarnings("ignore", message="OptimState8bit does not implement")
     optimizer: torch.optim.Optimizer = library.AdamW8bit(groups, **settings)
     return optimizer
@@ -205,8 +205,8 @@ def _torchao_layout(parameter: Tensor) -> Layout:
     shape = tuple(parameter.shape)
     layout: Layout = {"step": ((), torch.float32)}
     for key in ("exp_avg", "exp_avg_sq"):
-        # If the last block of a state tensor would be incomplete, torchao stores the tensor in the
-        # dtype of the parameter.
+        # torchao stores a state tensor in the dtype of the parameter if the tensor's last block
+        # would be incomplete.
         if _is_small(parameter) or parameter.numel() % _BLOCK:
             layout[key] = (shape, parameter.dtype)
         else:

@@ -31,8 +31,8 @@ class Lion(ForeachOptimizer):
         groups: torch's parameter groups.
         lr: distance by which a step moves every value that has a gradient, not counting weight
             decay.
-        betas: beta1, the weight of the moment in the update, and beta2, the weight of the moment in
-            the next moment.
+        betas: beta1, the weight of the moment in the update, and beta2, the decay rate of the
+            moment.
         foreach: True to run each operation for all parameters of a group at once, which needs a
             temporary copy as large as the parameters. With False, small parameters on a GPU are
             updated several at a time, and all other parameters one by one.

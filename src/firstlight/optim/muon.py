@@ -70,9 +70,9 @@ def orthogonalised(matrices: Tensor, coefficients: str = "jordan") -> Tensor:
     """Orthogonalise matrices of shape [..., F, C], so that their singular values are close to one.
     Return a bf16 tensor of the same shape.
 
-    This is the quintic Newton-Schulz iteration of Jordan et al. 2024. It is applied to all matrices
-    of a stack at once. The products are computed in bf16, or in fp16 on GPUs that would emulate
-    bf16 (V100, T4).
+    The quintic Newton-Schulz iteration of Jordan et al. 2024 is applied to all matrices of a stack
+    at once. The products are computed in bf16, or in fp16 on GPUs that would emulate bf16 (V100,
+    T4).
 
     Args:
         matrices: matrix [F, C] or stack of matrices [E, F, C].
@@ -80,7 +80,7 @@ def orthogonalised(matrices: Tensor, coefficients: str = "jordan") -> Tensor:
     """
     divisor, steps = COEFFICIENTS[coefficients]
     is_stack = matrices.dim() == 3
-    # x x^T is smallest if x has fewer rows than columns.
+    # x x^T is smaller than x^T x if x has fewer rows than columns, so tall matrices are transposed.
     is_tall = matrices.shape[-2] > matrices.shape[-1]
     dtype = _product_dtype(matrices.device)
     # Gradients are too small for fp16 until they are divided by their norm.
@@ -161,17 +161,17 @@ class Muon(torch.optim.Optimizer):
     The row is divided by the square root of v [..., F, 1], a moving average of the mean square of
     the row. The update is then scaled to a root mean square of 0.2 lr.
 
-    With several processes, each process orthogonalises some of the matrices. Results are
-    bit-identical to the results of a single process. If all processes have the full gradients (DDP;
-    see `process`), each process sends its results to the other processes in bf16. If matrices are
+    With several processes, each process orthogonalises some of the matrices. The results are
+    bit-identical to those of a single process. If all processes have the full gradients (DDP; see
+    `process`), each process sends its results to the other processes in bf16. If matrices are
     sharded (FSDP2, tensor parallelism), moments and weights stay sharded. Each process then
     receives, in bf16, the shards of the matrices that it orthogonalises, and sends back shards of
     the results.
 
-    With `stacked`, and without several processes, small matrices of the same size and group are
-    updated as one stack. On a GPU, launching the kernels for a small matrix takes longer than
-    running them, and a stack requires as many kernels as a single matrix. Results differ from the
-    results of individual updates by bf16 rounding.
+    With `stacked` and a single process, small matrices in the same group that have the same size
+    are updated as one stack. On a GPU, launching the kernels for a small matrix takes longer than
+    running them, and a stack requires as many kernels as a single matrix. The results differ from
+    those of individual updates only by bf16 rounding.
 
     Args:
         groups: torch's parameter groups, with parameters [..., F, C]. In a group with `transposed`,
@@ -269,7 +269,8 @@ class Muon(torch.optim.Optimizer):
                 yield stack[start : start + most]
 
     def _update_stack(self, pairs: Sequence[_Pair]) -> None:
-        """Update parameters [F, C] of equal size, group and step count as one stack [E, F, C]."""
+        """Update parameters of shape [F, C] as one stack [E, F, C]. They must have the same size,
+        group and step count."""
         parameters, group = [parameter for parameter, _ in pairs], pairs[0][1]
         states = [self._state_for(parameter, group) for parameter in parameters]
         keys = [key for key in states[0] if key != "step"]
@@ -286,9 +287,9 @@ class Muon(torch.optim.Optimizer):
             torch._foreach_copy_([one[key] for one in states], state[key].unbind())
 
     def _update_alone(self, parameter: Tensor, group: dict[str, Any]) -> None:
-        """Update a parameter without sharing the work among processes. If the parameter is sharded
-        along two mesh dimensions, every process orthogonalises the full matrix, which is gathered
-        in bf16 to halve the amount of data."""
+        """Update a single parameter without dividing the work among processes. If the parameter is
+        sharded along two mesh dimensions, every process orthogonalises the full matrix, which is
+        gathered in bf16 to halve the amount of data."""
         direction = self._direction(parameter, group)
         if is_sharded(parameter):
             direction = gather(direction.bfloat16(), parameter)
@@ -310,9 +311,9 @@ class Muon(torch.optim.Optimizer):
                 direction = torch.empty_like(parameter, dtype=torch.bfloat16)
             received.append(direction)
         for owner, (parameter, group) in enumerate(part):
-            # The results are sent in a separate loop. If the results were sent in the first loop,
-            # each process would wait for the results of the processes before it, and the processes
-            # would not compute at the same time.
+            # The results are sent in a separate loop. If they were sent in the first loop, each
+            # process would wait for the results of lower ranks before computing its own, and the
+            # processes would not compute in parallel.
             torch.distributed.broadcast(received[owner], owner)
             factors = self._factors(received[owner], parameter, group)
             direction = received[owner] if factors is None else received[owner] * factors

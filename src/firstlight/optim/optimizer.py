@@ -1,5 +1,5 @@
 """The optimizer of a run. It updates the parameters, clips gradients, and saves and restores the
-optimizer state, which is keyed by parameter name.
+optimizer state, keyed by parameter name.
 
 The table of all optimizers is in `config.py`.
 """
@@ -36,7 +36,7 @@ from firstlight.optim.spec import (
 
 
 class MasterWeights:
-    """fp32 copies of the parameters that are stored in fewer than 32 bits.
+    """fp32 copies of the parameters stored in fewer than 32 bits.
 
     An update is often smaller than half the distance between two neighbouring bf16 numbers (2^-8 of
     the value), so adding it to a bf16 parameter would not change the parameter. Therefore, updates
@@ -45,8 +45,8 @@ class MasterWeights:
 
     Args:
         parameters: trained parameters of a model, keyed by name.
-        initial: fp32 values, keyed by parameter name, which are used as the master weights without
-            copying. A master weight without an initial value is initialised with the value of its
+        initial: fp32 values, keyed by parameter name, to use as the master weights without copying
+            them. A master weight without an initial value is initialised with the value of its
             parameter.
 
     Attributes:
@@ -91,8 +91,8 @@ class MasterWeights:
 
     @torch.no_grad()
     def take_gradient(self, name: str) -> None:
-        """Do the same as `take_gradients`, but for a single parameter. If the parameter does not
-        have a master weight or a gradient, do nothing."""
+        """Do the same as `take_gradients` for a single parameter. Do nothing if the parameter does
+        not have a master weight or does not have a gradient."""
         if name not in self._low or self._low[name].grad is None:
             return
         parameter, master = self._low[name], self._masters[name]
@@ -169,9 +169,9 @@ def make_optimizers(
 class Optimizer:
     """One or more torch optimizers that together update all trained parameters of a model.
 
-    Each parameter that is stored in fewer than 32 bits, such as a bf16 parameter, gets an fp32
-    master weight. Master weights take 4 bytes per value, in addition to the 2 bytes of the
-    parameter. Optimizer state and gradients then belong to the master weights.
+    Each parameter stored in fewer than 32 bits, such as a bf16 parameter, gets an fp32 master
+    weight. Master weights take 4 bytes per value, in addition to the 2 bytes of the parameter.
+    Optimizer state and gradients then belong to the master weights.
 
     Args:
         model: model whose parameters with `requires_grad` are updated. The names of the optimizer
@@ -230,8 +230,8 @@ class Optimizer:
                 dict(itertools.islice(items, len(some)))
                 for some in in_lists(updated.values(), most)
             ]
-        #: Mapping from a parameter's name to the names of all parameters that are updated together
-        #: with it in the backward pass.
+        #: Mapping from a parameter's name to the names of all parameters updated together with it
+        #: in the backward pass.
         self._list_of = {
             name: names for names in map(tuple, parts if in_backward else ()) for name in names
         }
@@ -302,8 +302,8 @@ class Optimizer:
             if isinstance(optimizer, Muon):
                 optimizer.process = (rank, processes)
 
-    # Methods of one step. accumulate is called after each backward pass, followed by
-    # clip_gradients, step and zero_grad.
+    # Methods that make up a training step. `accumulate` is called after each backward pass. After
+    # the last backward pass, `clip_gradients`, `step` and `zero_grad` follow.
 
     def accumulate(self) -> None:
         """Add the low-precision gradients of a micro-batch to the fp32 gradients of the master
@@ -327,8 +327,8 @@ class Optimizer:
         Args:
             grad_scale: factor by which the loss was multiplied.
             joined: function that computes the norm [] of all gradients from the norm [] of this
-                process's gradients. It is needed if the parameters are distributed over processes,
-                and None otherwise.
+                process's gradients. Required if the parameters are distributed over processes,
+                otherwise None.
 
         Returns:
             The L2 norm [] of all gradients, after division by `grad_scale` and before clipping.
@@ -343,9 +343,9 @@ class Optimizer:
                     "efficiency.optimizer_in_backward does not support scaled gradients: "
                     "set efficiency.precision to bf16 instead of fp16"
                 )
-            # A list is updated as soon as all of its parameters have a gradient. A list with a
-            # parameter that did not receive a gradient has not been updated yet, so it is updated
-            # now.
+            # During the backward pass, a list is updated as soon as all of its parameters have a
+            # gradient. Lists in which a parameter did not receive a gradient have not been updated
+            # yet, so they are updated now.
             for names in dict.fromkeys(self._list_of.values()):
                 if any(self._masters.updated[name].grad is not None for name in names):
                     self._update_list(names)
@@ -417,8 +417,7 @@ class Optimizer:
                 optimizer.state[parameter]["step"] -= 1
 
     def zero_grad(self) -> None:
-        """Free the gradients, and discard the gradient norms that were recorded with
-        `in_backward`."""
+        """Free the gradients, and discard the gradient norms recorded with `in_backward`."""
         self._norms.clear()
         self._divisor = None
         for name, parameter in self.parameters.items():
@@ -512,8 +511,8 @@ class Optimizer:
         as torch's optimizers.
 
         Args:
-            fill: function that writes the values into the `state_shards`, which are passed to it
-                and are initially zero.
+            fill: function that receives the `state_shards`, which are initially zero, and writes
+                the values into them.
         """
         for name, layout in self._layouts().items():
             (spec, optimizer, _), parameter = self._part_of[name], self._masters.updated[name]
@@ -569,8 +568,8 @@ class Optimizer:
 
 
 def _reads_found_inf(optimizer: torch.optim.Optimizer) -> bool:
-    """Return True if an optimizer reads `found_inf` on the GPU. This is the case for this package's
-    optimizers and for torch's fused AdamW.
+    """Return True if an optimizer reads `found_inf` on the GPU, as this package's optimizers and
+    torch's fused AdamW do.
 
     torch's fused SGD also reads `found_inf`, but leaves its momentum uninitialised if the first
     update is skipped. torch's other optimizers and the 8-bit optimizers do not read `found_inf`.

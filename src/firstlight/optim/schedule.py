@@ -37,8 +37,8 @@ class Schedule:
         cooldown_steps: number of steps of the decay; 0 if the decay begins directly after the
             warm-up.
         decay_shape: shape of the wsd decay.
-        is_open: True as long as the number of steps of a run with a time budget is undecided. Until
-            it is decided, `max_steps` is a prediction, and no learning rate depends on it.
+        is_open: True for a run with a time budget whose number of steps has not been decided yet.
+            Until then, `max_steps` is a prediction, and no learning rate depends on it.
         replaced: earlier values of `max_steps` that were replaced (see `DecidedLength`).
         decay_starts_at_peak: True if the first step after `decay_begin` is still at the peak, so
             that the minimum is reached one step later. It is always True with `initial_scale`.
@@ -105,7 +105,7 @@ class Schedule:
 
     @property
     def _steps_late(self) -> int:
-        """Number of steps (0 or 1) by which the curve after the warm-up is delayed."""
+        """Number of steps, 0 or 1, by which the part of the curve after the warm-up is delayed."""
         return int(self.decay_starts_at_peak or self.initial_scale is not None)
 
     def lr_scale(self, step: int) -> float:
@@ -113,7 +113,7 @@ class Schedule:
 
         - Warm-up: The fraction rises linearly from 1/warmup_steps at step 0 to 1 at step
           warmup_steps - 1. With initial_scale, it rises linearly from initial_scale at step 0 to 1
-          at step warmup_steps, and the rest of the curve is one step later, as in nanoGPT and
+          at step warmup_steps. The rest of the curve is then one step later, as in nanoGPT and
           transformers.
         - Stable: The fraction is 1 up to step decay_begin, and as long as the schedule is open.
         - Decay: The fraction falls to min_lr_ratio at step decay_steps - 1, and stays there. The
@@ -158,8 +158,8 @@ class BatchSchedule:
     """The number of sequences in each optimizer step, summed over all processes.
 
     During a ramp, the batch size rises from `start` to `size` in increments of `start`. Each batch
-    size of the ramp is used for the same number of steps. If `ramp_steps` can't be divided evenly,
-    some batch sizes are used for one more step.
+    size of the ramp is used for the same number of steps. If `ramp_steps` can't be divided evenly
+    among the batch sizes, some of them are used for one more step.
 
     Attributes:
         size: number of sequences per step after the ramp.
@@ -186,7 +186,7 @@ class BatchSchedule:
         return self.start * (1 + rises * step // self.ramp_steps)
 
     def before(self, step: int) -> int:
-        """Return the total number of sequences in all steps before `step`. This is the position of
+        """Return the total number of sequences in all steps before `step`, which is the position of
         the data loader."""
         ramped, rises = min(step, self.ramp_steps), self.size // self.start - 1
         # First step of each increment. From this step on, each step has `start` more sequences.
@@ -228,15 +228,16 @@ KINDS_OF_KEYS: Mapping[str, Sequence[ScheduleKind]] = {
     "min_learning_rate": ("cosine", "linear", "wsd", "inverse_sqrt"),
 }
 
-#: Default `min_lr_ratio`, keyed by `kind`. It is used if no minimum is set. All other kinds use the
+#: Default `min_lr_ratio` if no minimum is set, keyed by `kind`. Kinds that are not listed use the
 #: default of the field.
 _DEFAULT_MINIMUM: Mapping[str, float | None] = {"wsd": 0.0, "inverse_sqrt": 0.0, "constant": None}
 
 #: Default `decay_fraction`, used if the length of the wsd decay is not set.
 _DECAY_FRACTION = 0.2
 
-#: Fraction of the steps that remain when a run with a time budget decides its number of steps. It
-#: applies to kinds of schedules whose learning rate does not depend on the number of steps.
+#: Fraction of the steps that are still left when a run with a time budget decides its number of
+#: steps. It applies to kinds of schedules whose learning rate does not depend on the number of
+#: steps.
 _LAST_FRACTION = 0.02
 
 
@@ -363,9 +364,8 @@ class ScheduleConfig(Section):
             )
 
     def decides_length(self, step: int, warmup_steps: int, steps_left: int) -> bool:
-        """Return True if a run with a time budget must decide its number of steps now. This is the
-        case if the next learning rate depends on the number of steps, or if the run is about to
-        end.
+        """Return True if a run with a time budget must decide its number of steps now, because the
+        next learning rate depends on it or because the run is about to end.
 
         Args:
             step: number of completed steps.
@@ -427,7 +427,7 @@ class DecidedLength(PredictedLength):
 
 
 def most_steps(config: ScheduleConfig, rows_per_epoch: int, batch: BatchSchedule) -> int | None:
-    """Return the number of steps that is set by `max_steps` or `epochs`, or None if neither is set.
+    """Return the number of steps set by `max_steps` or `epochs`, or None if neither is set.
 
     Args:
         config: the recipe's `schedule` section.
@@ -436,8 +436,8 @@ def most_steps(config: ScheduleConfig, rows_per_epoch: int, batch: BatchSchedule
     """
     if config.epochs is None:
         return config.max_steps
-    # The number is parsed as a decimal: 1.1 epochs of 100 rows are 110 rows, but would be 111 rows
-    # with a float.
+    # The number is parsed as a decimal, so that 1.1 epochs of 100 rows are 110 rows. With a float,
+    # they would be 111 rows.
     return batch.steps_for(Fraction(str(config.epochs)) * rows_per_epoch)
 
 

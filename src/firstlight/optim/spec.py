@@ -1,5 +1,5 @@
-"""Code that all optimizers share. This includes the specification of an optimizer, base classes,
-and cautious weight decay.
+"""Code shared by all optimizers: the class that specifies an optimizer, base classes, and cautious
+weight decay.
 
 The table of all optimizers is in `config.py`.
 """
@@ -111,9 +111,9 @@ def decay_cautiously(
         parameter.mul_(1 - amount * decays)
 
 
-#: Maximum number of parameter values that are updated together on a GPU. Their temporary copies
-#: take at most 32 MiB. Larger parameters are updated one at a time, because a single such update
-#: keeps a GPU busy.
+#: Maximum number of parameter values updated together on a GPU. Their temporary copies take at most
+#: 32 MiB. Larger parameters are updated one at a time, because a single such update keeps a GPU
+#: busy.
 LIST_VALUES = 1 << 23
 
 
@@ -126,7 +126,7 @@ def list_values(parameter: Tensor) -> int:
 
 def in_lists(parameters: Iterable[_P], most_values: float) -> Iterator[list[_P]]:
     """Divide parameters, in order, into lists with a total of at most `most_values` elements each.
-    A parameter with more elements is placed in a list of its own."""
+    A parameter with more elements than that is placed in a separate list."""
     found: list[_P] = []
     values = 0
     for parameter in parameters:
@@ -154,9 +154,9 @@ class ForeachOptimizer(torch.optim.Optimizer):
 
     @property
     def skips(self) -> Tensor | None:
-        """Bool [] on the device of the parameters, or None. It is true if `found_inf` is 1. In that
-        case, the update does not change any parameters or moments, but it still increases the step
-        counters on the host. If it is None, parameters are always updated."""
+        """True if `found_inf` is 1, as bool [] on the device of the parameters. In that case, the
+        update does not change any parameters or moments, but it still increases the step counters
+        on the host. None if parameters are always updated."""
         return None if self.found_inf is None else self.found_inf > 0
 
     @torch.no_grad()
@@ -199,8 +199,8 @@ class OptimizerSpec:
     """Specification of an optimizer: how it is created, the layout of its state, and its
     limitations.
 
-    The functions receive the recipe's `optimizer` section, an `OptimizerConfig`. It is annotated as
-    `Any`, because this module can't import the class.
+    The functions receive the recipe's `optimizer` section, an `OptimizerConfig`, which is annotated
+    as `Any` because this module can't import the class.
 
     Attributes:
         make: function that creates the torch optimizer from the parameter groups (at least one) and
@@ -213,8 +213,7 @@ class OptimizerSpec:
         gathers: True if the optimizer can update DTensors by gathering the required data from other
             processes.
         implementations: supported values of `optimizer.implementation`.
-        options: keys of the section that this optimizer supports but some other optimizers do not
-            support.
+        options: keys of the section that this optimizer supports but some other optimizers do not.
         takes: function that receives the name of a parameter and the parameter. It returns True if
             this optimizer updates the parameter. AdamW updates all other parameters.
         flatten: function that returns the state of a parameter as plain tensors, which can share

@@ -38,7 +38,8 @@ from firstlight.parallel.deepspeed_file import read_deepspeed_file
 from firstlight.parallel.engine import DistributedConfig, Engine, StateTensors, TensorsOf, on_cpu
 from firstlight.parallel.group import barrier, broadcast_object, group_of_one, is_exchange_error
 
-#: Number of elements in a communication bucket. This is DeepSpeed's default `reduce_bucket_size`.
+#: Number of elements in a communication bucket, the same as DeepSpeed's default
+#: `reduce_bucket_size`.
 _BUCKET = 500_000_000
 
 #: Autocast dtype for each precision that has fp32 parameters and 16-bit matrix products.
@@ -330,8 +331,8 @@ def _gathered(parameter: nn.Parameter, *, changed: bool = False) -> Iterator[Non
 
 
 def _forget_closed_group() -> None:
-    """If DeepSpeed still refers to the process group of an earlier run in this process, which has
-    been closed, make DeepSpeed look up torch's current process group.
+    """Make DeepSpeed use torch's current process group if it still refers to the closed process
+    group of an earlier run in this process.
     """
     from deepspeed.comm import comm
     from deepspeed.utils import groups
@@ -347,7 +348,7 @@ def _forget_closed_group() -> None:
 
 
 def _cast_inside(model: Model, device: torch.device, dtype: torch.dtype) -> None:
-    """Wrap the model's forward function in autocast. DeepSpeed disables autocast that is enabled
+    """Wrap the model's forward function in autocast. DeepSpeed disables autocast if it was enabled
     outside its engine.
     """
     plain: Callable[..., Tensor] = model.forward
@@ -451,7 +452,8 @@ _OPEN_MPI_LOCAL_RANK = "OMPI_COMM_WORLD_LOCAL_RANK"
 
 
 class DeepSpeedEngine(Engine):
-    """Shards the model with DeepSpeed's ZeRO. A run with one process can use it for offloading."""
+    """Shards the model with DeepSpeed's ZeRO. A run with one process can use this engine for
+    offloading."""
 
     name = "deepspeed"
     shards_state = True
@@ -603,8 +605,8 @@ class ZeroOptimizer(Optimizer):
         return torch.where(norm < 0, torch.inf, norm) / grad_scale
 
     def step(self, found_inf: Tensor | None = None) -> None:
-        """Divide the gradients by the `grad_scale` that was passed to `clip_gradients`, clip them
-        to `max_grad_norm`, and update the parameters. `found_inf` is ignored.
+        """Divide the gradients by the `grad_scale` passed to `clip_gradients`, clip them to
+        `max_grad_norm`, and update the parameters. `found_inf` is ignored.
         """
         # The loss was scaled outside of DeepSpeed before the backward pass. Tell DeepSpeed the
         # scale, so that its update divides the gradients by it.
@@ -697,8 +699,8 @@ class ZeroOptimizer(Optimizer):
         self.load_state_tensors(tensors)
 
     def _layouts(self) -> dict[str, Layout]:
-        # Parameters that stage 3 has sharded have shape [0], so use the shapes and strides that
-        # were recorded before sharding.
+        # Parameters that stage 3 has sharded have shape [0], so use the shapes and strides recorded
+        # before sharding.
         return self._expected or super()._layouts()
 
     def _steps(self) -> Tensor:
@@ -733,8 +735,8 @@ class ZeroOptimizer(Optimizer):
 
     def _link_state(self) -> None:
         """In stages 1 and 2, link all parameters to their optimizer state again. DeepSpeed links
-        them after it has updated the first parameter group, when the remaining groups do not have
-        state yet.
+        them too early: right after it has updated the first parameter group, when the other groups
+        do not have state yet.
         """
         if self.zero.stage < 3:
             self._inner._hp_optimizer_states_linked = False

@@ -54,9 +54,9 @@ _HANDED_ON = (
     "zero_optimization.offload_param.pin_memory",
 )
 
-#: Common keys that are ignored. They configure parts of DeepSpeed that firstlight does not use,
-#: because it has its own training loop, messages and checkpoints, always uses torch's optimizers,
-#: and keeps parameters in fp32.
+#: Common keys to ignore. They configure parts of DeepSpeed that firstlight does not use, because it
+#: has its own training loop, messages and checkpoints, always uses torch's optimizers, and keeps
+#: parameters in fp32.
 _WITHOUT_EFFECT = (
     "steps_per_print",
     "wall_clock_breakdown",
@@ -82,8 +82,8 @@ class DeepSpeedFile:
     Attributes:
         recipe: recipe keys such as "optimizer.learning_rate". Each is mapped to the name of the
             corresponding key in the file and that key's value.
-        handed_on: nested settings that are passed to `deepspeed.initialize` together with the
-            engine's own settings.
+        handed_on: nested settings to pass to `deepspeed.initialize` together with the engine's own
+            settings.
         train_batch_size: number of sequences per step on all processes; None if the file does not
             specify it.
     """

@@ -4,7 +4,7 @@ torch's agent assigns ranks over several machines, restarts failed ranks, and ho
 store that outlives a restart. The agent in this module differs from torch's agent as follows:
 
 - The failure of a rank is immediately announced to the other ranks, which then exit on their own.
-- A run that was stopped by a signal and has saved a checkpoint does not count as a failure and is
+- A run that saves a checkpoint after being stopped by a signal does not count as a failure and is
   not restarted.
 - The ranks are killed if the launcher is killed.
 - The terminal shows the messages of rank 0. Messages of another rank are shown only if it fails.
@@ -170,8 +170,8 @@ def launch(command: Sequence[str], options: Launch, on_restart: Sequence[str] = 
                 # each other.
                 raise RankError(f"the rendezvous {options.endpoint} {problem}") from error
         if agent.failed and options.nnodes > 1:
-            # Wait before exiting, because this process may host the store from which ranks on other
-            # machines read the failure.
+            # Wait before exiting, because this process may host the store, and ranks on other
+            # machines still have to read the failure from it.
             time.sleep(_LINGER_SECONDS)
         agent.close()
         if agent.failed:
@@ -185,7 +185,7 @@ def launch(command: Sequence[str], options: Launch, on_restart: Sequence[str] = 
 @dataclass(frozen=True)
 class _Ended:
     """A rank that has failed. The attribute `code` is its exit code or, if a signal killed it, the
-    negated signal number. The attribute `said` is its output. It is "" for rank 0, whose output is
+    negated signal number. The attribute `said` is its output, or "" for rank 0, whose output is
     written to the terminal.
     """
 
@@ -324,8 +324,8 @@ class _Agent(LocalElasticAgent):
         return next(iter(self.failed.values()))
 
     def _final_code(self) -> int | None:
-        """Return the exit code of a rank whose error would recur after a restart, or None if there
-        is no such rank.
+        """If a rank has failed with an error that would recur after a restart, return its exit
+        code. Otherwise, return None.
         """
         return next((code for code in self.codes() if code in _FINAL_EXIT_CODES), None)
 

@@ -101,7 +101,7 @@ class StateTensors(NamedTuple):
 
 class Engine:
     """Distributes one model over the processes of a run. This base class is the engine for runs
-    with a single process. Its subclasses are all other engines.
+    with a single process, and all other engines are subclasses of it.
 
     A step's gradient is the sum of the processes' gradients, because each process divides its loss
     by the number of valid tokens of all processes.
@@ -112,12 +112,12 @@ class Engine:
         device: this process's device.
 
     Attributes:
-        name: name of the engine that is used between processes that compute different sequences:
-            "none", "ddp", "fsdp" or "deepspeed".
+        name: name of the engine used between processes that compute different sequences: "none",
+            "ddp", "fsdp" or "deepspeed".
         keeps_shards: True if `share` shards the weights over the processes.
         shards_state: True if each process keeps only a shard of the optimizer's state.
-        keeps_buckets: True if the gradients' memory stays allocated between steps. This is the case
-            for DDP, where gradients are views into communication buckets.
+        keeps_buckets: True if the gradients' memory stays allocated between steps, as with DDP,
+            where gradients are views into communication buckets.
         updates_itself: True if an external library (DeepSpeed) runs the backward pass and the
             update in place of `Optimizer`.
         averages_gradients: True if the library averages the processes' gradients instead of

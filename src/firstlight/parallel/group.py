@@ -64,8 +64,7 @@ _GRACE_SECONDS = 3.0
 
 
 class Heartbeat:
-    """Watches the ranks of a world for failures. The constructor starts the two threads that do
-    this.
+    """Watches the ranks of a world for failures, in two threads that the constructor starts.
 
     Args:
         store: the store of the ranks.
@@ -133,8 +132,8 @@ class Heartbeat:
             thread.join(_BEAT_SECONDS)
 
     def _beat(self) -> None:
-        """Run the beating thread. It writes this rank's heartbeats and reads those of the watched
-        ranks.
+        """Run the beating thread. It writes this rank's heartbeats and reads the heartbeats of the
+        watched ranks.
         """
         count = 0
         keys = [f"beat/{rank}" for rank in range(len(self._infos))]
@@ -229,12 +228,12 @@ def _end_process(failure: str) -> None:
 
 # The group
 
-#: Default time limit in seconds for the rendezvous and for a collective operation. It equals
+#: Default time limit in seconds for the rendezvous and for a collective operation, the same as
 #: torch's default for NCCL.
 DEFAULT_TIMEOUT_SECONDS = 600.0
 
-#: Words in the message of an error that show that the error was raised by a collective operation.
-#: They are needed because gloo's errors are plain RuntimeErrors.
+#: Words that identify the error messages of collective operations. They are needed because gloo
+#: raises plain RuntimeErrors.
 _EXCHANGE_WORDS = ("gloo", "NCCL", "Connection closed by peer", "ProcessGroup")
 
 #: Time limit in seconds for closing a group after a failure.
@@ -327,8 +326,8 @@ def process_group(
         # get an error.
         _close_broken_group()
         if own.rank == 0 and not hosted_by_agent():
-            # This process hosts the store, which ends with it. Give the other ranks some time to
-            # read the failure first.
+            # This process hosts the store, so the store ends together with it. Give the other ranks
+            # some time to read the failure first.
             time.sleep(TALK_SECONDS)
         if failure is None:
             raise
@@ -376,7 +375,8 @@ def _failure_elsewhere(error: BaseException, own: RankInfo, heartbeat: Heartbeat
             heartbeat.report(failure)
             failure = f"{own.name}: {failure}"
     elif isinstance(error, Exception) and not isinstance(error, FirstlightError):
-        # An unexpected error after another rank's failure is most likely a consequence of it.
+        # An unexpected error that occurs after another rank has failed is most likely a consequence
+        # of that failure.
         failure = heartbeat.failure
     else:
         failure = None
@@ -469,8 +469,8 @@ def gather_objects(value: Any) -> list[Any]:
 
 
 def gather_to_main(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tensors of all ranks, keyed by name, on rank 0. Every other rank gets only its own
-    tensors.
+    """On rank 0, return the tensors of all ranks, keyed by name. On every other rank, return only
+    that rank's own tensors.
 
     Args:
         tensors: tensors on the CPU by name; each name exists on only one rank.

@@ -1,6 +1,6 @@
-"""Pipeline parallelism. Each process has a few consecutive layers of a Llama model, which are
-called a stage. The micro-batches of a step pass from stage to stage. This uses
-torch.distributed.pipelining with the 1F1B schedule of PipeDream (Narayanan et al. 2019).
+"""Pipeline parallelism. Each process has a few consecutive layers of a Llama model, called a stage.
+The micro-batches of a step pass from stage to stage. This uses torch.distributed.pipelining with
+the 1F1B schedule of PipeDream (Narayanan et al. 2019).
 
 A stage is a plain `Llama` model in which stand-in modules replace the layers of the other stages. A
 stand-in returns its input. The stage's parameters have the same names as in the whole model.
@@ -59,7 +59,7 @@ class _Elsewhere(nn.Module):
 
 
 def unstageable(config: ModelConfig, stages: int) -> Iterator[str]:
-    """Yield the reasons why a model can't be split into `stages` stages, each as a sentence."""
+    """Yield each reason why a model can't be split into `stages` stages, as a sentence."""
     if not config.has_pipeline:
         able = families_with(lambda family: family.config.has_pipeline)
         yield (
@@ -243,8 +243,8 @@ class Pipeline:
 
     @property
     def _dtype(self) -> torch.dtype:
-        """Dtype of the hidden states that are passed between stages. It is the parameters' dtype,
-        because autocast does not change the dtype of the residual stream.
+        """Dtype of the hidden states passed between stages. It is the parameters' dtype, because
+        autocast does not change the dtype of the residual stream.
         """
         return next(self._model.parameters()).dtype
 

@@ -5,7 +5,7 @@
 The script first makes the kernel kill this process when its launcher (torch's agent) ends for any
 reason. It redirects the output of ranks other than 0 to a file in FOLDER, which the launcher reads
 if the rank fails. Finally, it replaces this process with COMMAND. The script imports only the
-standard library, because its import time delays the start of every rank.
+standard library, because the time that imports take delays the start of every rank.
 """
 
 from __future__ import annotations

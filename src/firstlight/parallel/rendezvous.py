@@ -2,10 +2,10 @@
 processes.
 
 The processes connect to torch's key-value store (TCPStore). The store is hosted by torch elastic's
-agent or, without an agent, by rank 0. Each process writes a `RankInfo` to the store and reads those
-of the other processes. World sizes and recipes must be equal, and ranks must differ. These
-conditions are checked before `init_process_group` is called, because ranks of different worlds
-would wait for each other there until the timeout.
+agent or, without an agent, by rank 0. Each process writes its own `RankInfo` to the store and reads
+the `RankInfo` of every other process. World sizes and recipes must be equal, and ranks must differ.
+These conditions are checked before `init_process_group` is called, because ranks of different
+worlds would wait for each other there until the timeout.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from firstlight.parallel.world import World
 T = TypeVar("T")
 
 #: Environment variable set by `firstlight train --nproc`. Its value identifies one start of the
-#: run. It is the same in all processes, and changes with every restart (`--max-restarts`).
+#: run: it is the same in all processes, and changes with every restart (`--max-restarts`).
 ROUND = "FIRSTLIGHT_ROUND"
 
 #: Key in the store that contains the message of the first failure.
@@ -194,8 +194,8 @@ def compare(infos: Sequence[RankInfo]) -> None:
 
 
 def tell_failure(store: Store, text: str) -> None:
-    """Write the reason why the run ends to the store, where all ranks read it, unless another
-    process has already written a reason. If the store does not answer, do nothing.
+    """Write to the store why the run is ending, so that all ranks can read the reason. Do nothing
+    if another process has already written a reason, or if the store does not answer.
 
     Args:
         store: the store of the ranks.
@@ -224,8 +224,8 @@ def tcp_store(host: str, port: int, seconds: float, *, hosting: bool = False) ->
 
 
 def in_thread(seconds: float, talk: Callable[[], T]) -> T:
-    """Call a function in a daemon thread and return its result. Calls to the store are made this
-    way. If the store's host has stopped, a direct call might never return, regardless of its
+    """Call a function in a daemon thread and return its result. Use this function for calls to a
+    store whose host may have stopped. A direct call might then never return, regardless of its
     timeout, and signals would not be handled in the meantime.
 
     Raises:

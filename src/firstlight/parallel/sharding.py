@@ -40,8 +40,8 @@ if TYPE_CHECKING:
 
 
 def unshardable(config: ModelConfig, size: int) -> Iterator[str]:
-    """Yield the reasons why tensor parallelism can't shard a model over `size` processes, each as
-    an error message.
+    """Yield an error message for each reason why tensor parallelism can't shard a model over `size`
+    processes.
     """
     if not config.tensor_parallel_sizes:
         able = families_with(
@@ -99,7 +99,7 @@ class TensorParallelEngine(Engine):
         from torch.distributed.device_mesh import init_device_mesh
 
         # If a copy of the model has fewer shards than there are processes (hybrid sharding), each
-        # group of `shard` neighbouring processes has a copy of its own. Layers can then be gathered
+        # group of `shard` neighbouring processes has a separate copy. Layers can then be gathered
         # within a machine.
         shard = self.config.shard or self.size
         sizes = {
@@ -234,8 +234,8 @@ def shard_tensors(model: Model, mesh: DeviceMesh) -> None:
     def style(name: str, kind: str) -> ParallelStyle:
         if kind == "inputs":
             # The module's first input is converted to a DTensor only once for all of the module's
-            # matrices. In the backward pass, this input's gradients are then added up locally and
-            # summed over the processes by a single all-reduce.
+            # matrices. In the backward pass, the gradients of this input are then added up locally,
+            # and a single all-reduce sums them over the processes.
             count = len(
                 inspect.signature(model.get_submodule(name.replace("*", "0")).forward).parameters
             )
@@ -294,8 +294,8 @@ def _keep_whole(norm: RMSNorm | nn.LayerNorm, mesh: DeviceMesh, *, sees_own_head
         # all processes.
         whole = distribute_tensor(before.detach(), mesh, [Replicate()], src_data_rank=None)
         setattr(norm, name, nn.Parameter(whole, before.requires_grad))
-    # Each process applies the weight only to the queries and keys of its own heads, so its gradient
-    # must be summed over the processes.
+    # Each process applies the weight only to the queries and keys of its own heads, so the weight's
+    # gradient must be summed over the processes.
     placement = Partial() if sees_own_heads else Replicate()
     norm.forward = functools.partial(_norm_with_plain_parameters, norm, placement)  # type: ignore[method-assign]
 

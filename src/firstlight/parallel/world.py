@@ -15,8 +15,8 @@ from dataclasses import dataclass
 
 from firstlight.errors import ConfigError
 
-#: Range of the ports that are derived from a job's id. The range ends below Linux's ephemeral
-#: ports, which start at 32768.
+#: Range of the ports derived from a job's id. The range ends below Linux's ephemeral ports, which
+#: start at 32768.
 _PORTS = range(10_000, 30_000)
 
 #: Slurm uses step ids from this number upwards for steps that were not started by srun, such as a
@@ -60,8 +60,8 @@ class World:
 
 @dataclass(frozen=True)
 class _Launcher:
-    """A kind of launcher, described by its name in messages and by the names of the environment
-    variables in which it passes the rank, world size, local rank and local size.
+    """A kind of launcher: its name in messages, and the names of the environment variables in which
+    it passes the rank, world size, local rank and local size.
     """
 
     name: str
@@ -214,8 +214,8 @@ def _require_in(rank_name: str, rank: int, size_name: str, size: int) -> None:
 
 
 def _require_same(place: World, other: _Launcher, theirs: World) -> None:
-    """Reject values of RANK and WORLD_SIZE that were set by hand, if another launcher started more
-    processes or assigned a different rank to this process.
+    """Reject RANK and WORLD_SIZE values set by hand if another launcher started more processes or
+    assigned a different rank to this process.
     """
     if theirs.size > place.size or (theirs.size == place.size and theirs.rank != place.rank):
         raise ConfigError(
