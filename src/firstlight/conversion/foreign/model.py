@@ -1,4 +1,4 @@
-"""Read checkpoints of nanoGPT, nanochat, LLMs-from-scratch, litgpt, torchtune, OpenAI's GPT-2 and
+"""Read checkpoints from nanoGPT, nanochat, LLMs-from-scratch, litgpt, torchtune, OpenAI's GPT-2 and
 Meta's Llama.
 
 The tensors are converted to the names and layouts that Hugging Face uses. The tensor names, files
