@@ -142,7 +142,7 @@ def read_foreign(path: Path, *, config: Mapping[str, Any] | None = None) -> Fore
 
 
 def foreign_folder(path: Path) -> Path | None:
-    """Return the folder of a model that consists of several files of another program, or None.
+    """Return the folder of another program's model that consists of several files, or None.
 
     Args:
         path: the folder. For litgpt, Meta and OpenAI, it can also be a weights file in the folder.
