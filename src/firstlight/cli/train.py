@@ -32,10 +32,10 @@ if TYPE_CHECKING:
 
 # Training on text files instead of with a recipe
 
-#: Files by which a run, a model or a prepared corpus is distinguished from a folder with text
-#: files. Each file name is mapped to a pattern that the file must contain, because text files of
-#: users can have the same names. The file names are also defined in other modules, but these
-#: modules import torch, which would delay the first line of output.
+#: Files that distinguish a run, a model or a prepared corpus from a folder of text files. Each file
+#: name is mapped to a pattern that the file must contain, because users' text files can have the
+#: same names. The file names are also defined in other modules, but these modules import torch,
+#: which would delay the first line of output.
 _OTHER_FOLDERS = {
     "recipe.yaml": r"^data:",
     "config.json": r'"(model_type|architectures)"\s*:',
@@ -548,7 +548,8 @@ def _cooled(
 
     Raises:
         ConfigError: `trunk` is a run folder, and there are several processes or the run is resumed.
-            A newer checkpoint could then be found than when the cooldown started.
+            In these cases, the newest checkpoint could be newer than the one from which the
+            cooldown started.
     """
     from firstlight.parallel import find_world
     from firstlight.training.cooldown import cooldown_recipe
