@@ -186,8 +186,8 @@ class TuningFacts:
     row: Choice
 
     def reference_seconds(self, rate: float) -> float:
-        """Return the time in seconds for scoring all preference pairs with the initial model before
-        the first step.
+        """Return the time, in seconds, that it takes to score all preference pairs with the initial
+        model before the first step.
 
         Args:
             rate: training speed in tokens per second.
@@ -283,8 +283,8 @@ def choose_tuning(facts: TuningFacts, length: Length, fixed: Mapping[str, Any]) 
 def _batch_tokens(tokens: float, seq_len: int, unit: int) -> int:
     """Choose the number of tokens per step.
 
-    With the chosen number, the run has about `defaults.TUNING_STEPS` steps. The number does not
-    exceed a maximum, and it is rounded to complete micro-batches.
+    The number is chosen so that the run has about `defaults.TUNING_STEPS` steps. It is limited to a
+    maximum and rounded to a whole number of micro-batches.
 
     Args:
         tokens: number of tokens in the run.
