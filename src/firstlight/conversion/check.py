@@ -204,7 +204,7 @@ def _distance(source: Tensor, result: Tensor) -> tuple[float, float]:
 def require_same_logits(
     source: Tensor, result: Tensor, limit: float, *, is_routed: bool = False
 ) -> tuple[float, float]:
-    """Compare the logits of source and result.
+    """Compare the logits of the source and the result.
 
     At each position, the mean over the vocabulary is subtracted from the logits first. Softmax is
     invariant to this mean, but it can be large: the logits of OpenAI's GPT-2, for example, are
@@ -214,11 +214,11 @@ def require_same_logits(
         source, result: logits of shape [1, T, V].
         limit: largest allowed difference between two logits, as a fraction of the source's largest
             absolute logit.
-        is_routed: True if the weights were rounded and the model routes tokens to experts. Only
-            half of the positions must then be within the limit. Rounding can send a few tokens to
-            different experts, and differences of up to 0.9 of the largest logit were measured for
-            such tokens. At the median position, the measured difference is the same as for models
-            without experts.
+        is_routed: True if the weights were rounded and the model routes tokens to experts. In this
+            case, only half of the positions have to be within the limit. Rounding can send a few
+            tokens to different experts, and differences of up to 0.9 of the largest logit were
+            measured for such tokens. At the median position, the measured difference is the same as
+            for models without experts.
 
     Returns:
         A tuple of the largest difference at any position and the source's largest absolute logit.

@@ -167,8 +167,8 @@ def quantise(
 
 @contextlib.contextmanager
 def _said(library: Any) -> Iterator[list[str]]:
-    """Context manager in which the log messages of llama.cpp are collected in a list instead of
-    being printed to stderr.
+    """Context manager that collects the log messages of llama.cpp in a list instead of printing
+    them to stderr.
     """
     from llama_cpp._logger import llama_log_callback
 

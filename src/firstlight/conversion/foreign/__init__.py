@@ -1,3 +1,3 @@
-"""Read checkpoints of other programs. There is one module for each program. The modules `layout`
+"""Read checkpoints from other programs. There is one module for each program. The modules `layout`
 and `model` contain the code that all of them share.
 """

@@ -170,7 +170,7 @@ class Settings:
         choices: values that the program supports, keyed by setting.
         model_args: settings under the names that the program uses. For a GPT, they are compared
             with the shapes of the tensors.
-        where: description of where `model_args` was read, for messages.
+        where: description of the source from which `model_args` was read, for messages.
         sines: table of RoPE sines of shape [positions, head dimension], which older Llama
             checkpoints of LLMs-from-scratch contain. None if there is no table.
     """

@@ -1,5 +1,5 @@
-"""Read checkpoints of nanoGPT, nanochat, LLMs-from-scratch, litgpt, torchtune, OpenAI's GPT-2 and
-Meta's Llama.
+"""Read checkpoints written by nanoGPT, nanochat, LLMs-from-scratch, litgpt and torchtune, and the
+original checkpoints of OpenAI's GPT-2 and Meta's Llama.
 
 The tensors are converted to the names and layouts that Hugging Face uses. The tensor names, files
 and settings of each program are described in a separate module.
