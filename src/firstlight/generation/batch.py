@@ -449,9 +449,9 @@ def _can_record(model: Model, device: torch.device, cache: KVCache) -> bool:
     """
     if device.type != "cuda" or cache.has_states or reads_rows_of_experts(model):
         return False
-    # Only models that were loaded for generation have few-rows or int8 layers. Steps are not
-    # recorded for a model in training. It can have hooks that exchange weights between processes,
-    # and recording would take memory that the next training step needs.
+    # Do not record steps for a model in training. It can have hooks that exchange weights between
+    # processes, and recording would take memory that the next training step needs. Only models that
+    # were loaded for generation have few-rows or int8 layers.
     return isinstance(model.lm_head, FewRowsLinear | Int8Linear)
 
 
