@@ -96,7 +96,7 @@ def show_rows(rows: Iterable[tuple[str, object]], line: Callable[[str], None] = 
 
 
 def say_findings(findings: Iterable[Finding], run: str = "") -> None:
-    """Print findings about a run on stderr, each of them with advice.
+    """Print findings about a run on stderr, each with advice.
 
     Args:
         findings: findings to print.
