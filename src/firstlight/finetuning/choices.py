@@ -131,10 +131,9 @@ class StartingModel:
 def row_of(data: TuningData, model: StartingModel, fixed: Mapping[str, Any]) -> Choice:
     """Choose `data.seq_len`, the number of tokens in a training row.
 
-    For conversations, a row is long enough for the longest conversation. If that is too long, it is
-    long enough for 99 % of the conversations. For text documents, the sequence length is the one
-    that is used to train large models from scratch. A row is never longer than the context length
-    of the model.
+    For conversations, a row is long enough for the longest conversation or, if that is too long,
+    for 99 % of the conversations. For text documents, the default row length for training large
+    models from scratch is used. A row is never longer than the context length of the model.
 
     Args:
         data, model: properties of the training data and the initial model.
