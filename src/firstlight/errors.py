@@ -90,7 +90,7 @@ class TrainingError(FirstlightError):
 
 
 class RunReplacedError(Exception):
-    """Raised by the `on_step` callback of a run to end the run because another run will replace it.
+    """Raised by the `on_step` callback to end a run that will be replaced by another run.
 
     If a signal has already stopped the run, this exception is ignored, and the run saves a
     checkpoint and ends as usual.
