@@ -301,8 +301,8 @@ def _check_dtypes(path: Path, weights: Mapping[str, Any]) -> None:
 
 
 def _sizes(path: Path, weights: Mapping[str, Tensor], layout: Layout) -> dict[str, int]:
-    """Return the size of each letter that is used in the shapes of the layout. The sizes are read
-    from the tensors listed in `SIZES`.
+    """Return the size that each letter in the layout's shapes stands for. The sizes are read from
+    the tensors listed in `SIZES`.
     """
     sizes = {}
     for letter, (ours, dimension) in SIZES[layout.kind].items():
