@@ -191,7 +191,7 @@ def train_texts_command(
 
 
 def _ask(plan: RunPlan) -> float:
-    """Ask the user how long the run may take at most, and return the time in seconds."""
+    """Ask the user for the maximum duration of the run, and return it in seconds."""
     from firstlight.from_texts.plan import offers
 
     say("How long should the run take?")
@@ -631,8 +631,8 @@ def _best_of(init_from: str | None) -> str:
 
 
 def _figures(evaluation: Any) -> dict[str, Any]:
-    """Return the metrics of an evaluation without NaN values. NaN stands for metrics that do not
-    exist for preference pairs.
+    """Return the metrics of an evaluation without NaN values. NaN stands for metrics that are not
+    defined for preference pairs.
     """
     found = dataclasses.asdict(evaluation)
     return {key: value for key, value in found.items() if value == value}
