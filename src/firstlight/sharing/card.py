@@ -57,7 +57,7 @@ if TYPE_CHECKING:
 CARD_NAME = "README.md"
 PICTURE_NAME = "loss.png"
 _URL_OF_DATASETS = "hf://datasets/"
-#: Names of recipe keys in the training table of the card, keyed by (section, key).
+#: Names under which recipe keys appear in the training table of the card, keyed by (section, key).
 _RECIPE_ROWS = {
     ("data", "seq_len"): "tokens per sequence",
     ("batch", "global_batch_tokens"): "tokens per step",
@@ -67,7 +67,8 @@ _RECIPE_ROWS = {
     ("schedule", "kind"): "schedule",
     ("efficiency", "precision"): "precision",
 }
-#: Names of losses on the card, keyed by their names in an evaluation or in the metrics of a run.
+#: Names under which losses appear on the card, keyed by their names in an evaluation or in the
+#: metrics of a run.
 _LOSSES = {"loss": "loss", "perplexity": "perplexity", "bits_per_byte": "bits per byte"}
 #: File in the run folder with the results of `firstlight eval`.
 EVALUATIONS_NAME = "evaluations.jsonl"
