@@ -1,6 +1,6 @@
 """firstlight: from raw text to your own language model.
 
-Train a model on a folder with text files, in one call:
+Train a model on a folder of text files, in one call:
 
     import firstlight
 
@@ -98,8 +98,8 @@ _MODULES = {name: f"firstlight.{module}" for module, names in _PUBLIC.items() fo
 
 __all__ = sorted(_MODULES)
 
-# By default, torch's threads spin while they wait. A training step then takes ten times as long if
-# other programs keep the CPU busy.
+# By default, torch's threads spin while they wait. If other programs keep the CPU busy, a training
+# step then takes ten times as long.
 _environment = importlib.import_module("firstlight.hardware.environment")
 _environment.set_at_import()
 

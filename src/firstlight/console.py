@@ -108,7 +108,7 @@ _ACTING = {"Cc", "Cf", "Cs", "Zl", "Zp"}
 
 
 def visible(text: object) -> str:
-    """Return a form of the text that is safe to display.
+    """Return the text in a form that is safe to display.
 
     Control characters, bidirectional formatting characters and surrogates are replaced with their
     code points, such as '⟨U+202E⟩'. Tabs and line breaks are kept; "\\r\\n" becomes "\\n".
@@ -160,8 +160,8 @@ def gib(size: float, beside: float = 0) -> str:
 
     Args:
         size: size in bytes.
-        beside: a second size in bytes, which is shown next to `size`. The larger of the two sizes
-            determines the unit, so that they are shown in the same unit.
+        beside: a second size in bytes, which will be shown next to `size`. The unit is chosen for
+            the larger of the two sizes, so that both are shown in the same unit.
     """
     count = size / 2**30
     if max(size, beside) >= 2**30:
@@ -176,8 +176,8 @@ def shortened(text: str, width: int, *, at_space: bool = False) -> str:
     Args:
         text: text to truncate.
         width: maximum number of characters.
-        at_space: True to truncate the text at a space, unless the last space is in the first half
-            of the text.
+        at_space: True to truncate the text after a complete word, unless this would leave less than
+            half of `width`.
     """
     if len(text) <= width:
         return text

@@ -90,8 +90,7 @@ class TrainingError(FirstlightError):
 
 
 class RunReplacedError(Exception):
-    """Raised by the `on_step` callback of a run to end the run, which another run will then
-    replace.
+    """Raised by the `on_step` callback to end a run that will be replaced by another run.
 
     If a signal has already stopped the run, this exception is ignored, and the run saves a
     checkpoint and ends as usual.
@@ -140,11 +139,12 @@ def nearest(word: str, known: Iterable[str], likeness: float = 0.5) -> str:
 
 
 def describe_os_error(error: OSError) -> str:
-    """Describe an error in one line, which contains the reason and the path. For common errors,
-    such as a full disk or a denied permission, the line also contains advice.
+    """Describe an error in one line that includes the reason and the path. For common errors, such
+    as a full disk or a denied permission, the line also includes advice.
     """
-    # Report the name of the final file instead of that of a temporary file written by
-    # `files/atomic.py`, which users do not know about. For a copy, `filename2` is the target.
+    # Report the name of the final file rather than that of the temporary file that
+    # `files/atomic.py` writes, because users do not know about temporary files. For a copy,
+    # `filename2` is the target.
     path = error.filename2 or error.filename or ""
     name = re.sub(r"\.tmp-([^/]+)-[0-9a-f]{8}", r"\1", str(path))
     where = f" at {name}" if name else ""
@@ -166,8 +166,8 @@ def describe_os_error(error: OSError) -> str:
 def describe_read_error(error: OSError) -> str:
     """Describe an error that occurred while reading an input file.
 
-    The description is that of `describe_os_error`, except if the permission was denied. In this
-    case, the advice is to make the file readable.
+    The description is the same as that of `describe_os_error`, except that if permission was
+    denied, the advice is to make the file readable.
     """
     if error.errno in (errno.EACCES, errno.EPERM):
         where = f" at {error.filename}" if error.filename else ""

@@ -351,7 +351,7 @@ class Terminal:
 
 
 def _changed(settings: SamplingConfig, name: str, text: str) -> SamplingConfig:
-    """Return a copy of the settings in which a chat command has changed one value.
+    """Return a copy of the settings with one value changed by a chat command.
 
     Args:
         settings: current settings.

@@ -166,7 +166,7 @@ def _by_position(
     *,
     options: dict[str, Any],
 ) -> dict[str, Any]:
-    """Print the loss at each position in a row, and return it."""
+    """Print and return the loss at each position in a row."""
     from firstlight.evaluation.perplexity import (
         evaluate_by_position,
         evaluated_folder,

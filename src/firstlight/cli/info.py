@@ -100,8 +100,8 @@ def _machine(*, check: bool) -> dict[str, Any]:
 
 
 def _in_use(machine: dict[str, Any]) -> list[tuple[str, str]]:
-    """Return a table row about the current use of the GPU, or no row if the driver can't be
-    queried.
+    """Return a list with one table row about the current use of the GPU. The list is empty if the
+    driver can't be queried.
     """
     if "gpu_utilization" not in machine:
         return []

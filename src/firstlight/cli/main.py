@@ -118,7 +118,7 @@ def cleaning_up_when_terminated(*, as_json: bool = False, advice: str = "") -> I
     C++ code that imports modules swallows exceptions, so raising it immediately would leave a
     partially initialised module behind. The exception is also delayed inside torch's fake-tensor
     modules, because C++ code that calls these modules would abort the process. If an import takes a
-    long time, as that of torch does, the signal ends the process without an exception.
+    long time, as importing torch does, the signal ends the process without an exception.
 
     Args:
         as_json: True to also print a JSON object with the error if the process ends during an
@@ -168,8 +168,8 @@ class _SignalHandlers:
             signal.signal(number, previous)
 
     def _end(self, number: int, frame: FrameType | None) -> None:
-        # If a different handler for SIGALRM is installed, another part of the program uses the
-        # timer. The signal can then not be delayed.
+        # If a different handler for SIGALRM is installed, another part of the program is using the
+        # timer, so the signal can't be delayed.
         if signal.SIGALRM in self._before and _swallows_exceptions(frame):
             now = time.monotonic()
             first = self._waiting[1] if self._waiting is not None else now

@@ -258,8 +258,8 @@ SAMPLING = (
     "presence_penalty",
 )
 
-#: Suffixes of further files that users may pass instead of a recipe because they contain text.
-#: `prepare` can't read these files.
+#: Suffixes of other text files that users may pass instead of a recipe. `prepare` can't read these
+#: files.
 _OTHER_TEXT = (".pdf", ".docx", ".odt", ".epub", ".html", ".xlsx", ".rtf", ".json", ".zip")
 _EXAMPLES = {
     "train": "firstlight train recipes/demo.yaml --data.dir mine/data",
@@ -322,7 +322,7 @@ def split_paths(arguments: Sequence[str]) -> tuple[list[str], list[tuple[str, st
 
 
 def _require_recipe(path: str, verb: str) -> None:
-    """Raise an error if a path can't be that of a recipe.
+    """Raise an error if a path can't refer to a recipe.
 
     Raises:
         ConfigError: `path` is a folder, a text file or a corpus. The message shows a command that

@@ -46,8 +46,8 @@ def with_json(verb: Callable[P, dict[str, Any]]) -> Callable[P, None]:
 
 
 def end_with(code: int) -> None:
-    """Set the exit code with which a command ends after its function has returned. The command must
-    be decorated with `with_json`.
+    """Set the exit code that a command returns once its function has finished. The command must be
+    decorated with `with_json`.
     """
     click.get_current_context().meta[_EXIT_CODE] = code
 

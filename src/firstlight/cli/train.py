@@ -32,10 +32,10 @@ if TYPE_CHECKING:
 
 # Training on text files instead of with a recipe
 
-#: Files by which a run, a model or a prepared corpus is distinguished from a folder with text
-#: files. Each file name is mapped to a pattern that the file must contain, because text files of
-#: users can have the same names. The file names are also defined in other modules, but these
-#: modules import torch, which would delay the first line of output.
+#: Files that distinguish a run, a model or a prepared corpus from a folder of text files. Each file
+#: name is mapped to a pattern that the file must contain, because users' text files can have the
+#: same names. The file names are also defined in other modules, but these modules import torch,
+#: which would delay the first line of output.
 _OTHER_FOLDERS = {
     "recipe.yaml": r"^data:",
     "config.json": r'"(model_type|architectures)"\s*:',
@@ -191,7 +191,7 @@ def train_texts_command(
 
 
 def _ask(plan: RunPlan) -> float:
-    """Ask the user how long the run may take at most, and return the time in seconds."""
+    """Ask the user for the maximum duration of the run, and return it in seconds."""
     from firstlight.from_texts.plan import offers
 
     say("How long should the run take?")
@@ -548,7 +548,8 @@ def _cooled(
 
     Raises:
         ConfigError: `trunk` is a run folder, and there are several processes or the run is resumed.
-            A newer checkpoint could then be found than when the cooldown started.
+            In these cases, the newest checkpoint could be newer than the one from which the
+            cooldown started.
     """
     from firstlight.parallel import find_world
     from firstlight.training.cooldown import cooldown_recipe
@@ -630,8 +631,8 @@ def _best_of(init_from: str | None) -> str:
 
 
 def _figures(evaluation: Any) -> dict[str, Any]:
-    """Return the metrics of an evaluation without NaN values. NaN stands for metrics that do not
-    exist for preference pairs.
+    """Return the metrics of an evaluation without NaN values. NaN stands for metrics that are not
+    defined for preference pairs.
     """
     found = dataclasses.asdict(evaluation)
     return {key: value for key, value in found.items() if value == value}

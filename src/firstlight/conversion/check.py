@@ -81,7 +81,7 @@ _ROWS = 4096
 
 
 def prompt_ids(tokenizer: Tokenizer | None, vocab_size: int, context: int) -> Tensor:
-    """Return the token ids on which the logits of the source and the result are compared, as an
+    """Return the token ids for which the logits of the source and the result are compared, as an
     int64 tensor of shape [1, T]. T is 64 or the context length, whichever is smaller.
 
     The sequence starts with the token ids of `PROMPT`, followed by fixed ids that are spread over

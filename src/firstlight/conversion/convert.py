@@ -193,7 +193,7 @@ def convert(
             under the keys of a Hugging Face config.json.
         tolerance: largest allowed difference between logits, as a fraction of the largest logit.
             None to use the limit in `TOLERANCES`. For the formats of llama.cpp's quantiser,
-            `tolerance` is the largest allowed relative increase of the perplexity instead, and None
+            `tolerance` is the largest allowed relative increase in perplexity instead, and None
             selects the limit in `PERPLEXITY_LIMITS`.
         calibration: text file from which the importance matrix for llama.cpp's quantiser is
             computed.
@@ -493,8 +493,8 @@ def _compare(
 
 T = TypeVar("T")
 
-#: An embedding is considered padded if it has fewer than this number of rows more than the
-#: tokenizer has tokens. Programs pad the vocabulary to a multiple of 64 or 128.
+#: Embedding rows beyond the tokens of the tokenizer are considered padding only if there are fewer
+#: of them than this number. Programs pad the vocabulary to a multiple of 64 or 128.
 _MAX_PADDING = 128
 
 
@@ -627,7 +627,7 @@ def _read_adapter(folder: Path, name: str, given: Tokenizer | None) -> Source:
 
     The other files of the base model are copied only if its tokenizer and vocabulary remain in use.
     They are not copied if the tokenizer is replaced by `given` or by a tokenizer in the adapter
-    folder. They are not copied either if the adapter unties the output head or adds tokens.
+    folder. Likewise, they are not copied if the adapter unties the output head or adds tokens.
     """
     base = adapter_chain(folder)[-1]
     loaded = load_model(folder)

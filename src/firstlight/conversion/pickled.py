@@ -113,8 +113,8 @@ def read_pickle(path: Path) -> Any:
 
 
 def _named_in(path: Path, is_zip: bool) -> Iterator[str]:
-    """Yield the Python objects that the pickles in a file written by `torch.save` refer to, in the
-    form "module name".
+    """Yield the names of the Python objects that the pickles in a file written by `torch.save`
+    refer to, in the form "module name".
     """
     if not is_zip:
         with open(path, "rb") as file:
@@ -137,7 +137,8 @@ def _named_in(path: Path, is_zip: bool) -> Iterator[str]:
 
 
 def _names_of(file: IO[bytes]) -> Iterator[str]:
-    """Yield the Python objects that a single pickle refers to, in the form "module name".
+    """Yield the names of the Python objects that a single pickle refers to, in the form "module
+    name".
 
     Raises:
         _DamagedError: the pickle is too long or contains tuples with too many elements.

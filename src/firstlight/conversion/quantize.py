@@ -64,8 +64,8 @@ QUANTISED = {
     "iq1_m": 31,
 }
 
-#: Largest allowed relative increase of the perplexity, keyed by the number of bits in a format's
-#: name. The limits are loose. For the model stories260K, the perplexity increased by at most 6 %.
+#: Largest allowed relative increase in perplexity, keyed by the number of bits in a format's name.
+#: The limits are loose. For the model stories260K, the perplexity increased by at most 6 %.
 #: However, the rows of this model are so short that llama.cpp uses at least 4 bits in every format.
 PERPLEXITY_LIMITS = {"6": 0.05, "5": 0.1, "4": 0.25, "3": 0.75, "2": 3.0, "1": 15.0}
 
@@ -118,7 +118,7 @@ def import_llama_cpp() -> Any:
 
 
 def perplexity_limit(dtype: str) -> float:
-    """Return the largest allowed increase of the perplexity for a format, as a fraction of the
+    """Return the largest allowed increase in perplexity for a format, as a fraction of the
     perplexity of the source.
     """
     return PERPLEXITY_LIMITS[dtype.removeprefix("i")[1]]
@@ -340,7 +340,7 @@ def quantise_source(
         config, tensors, tokenizer: config, weights and tokenizer of the source model.
         text: calibration text for the importance matrix. None to quantise without an importance
             matrix.
-        limit: largest allowed relative increase of the perplexity. None to use the limit in
+        limit: largest allowed relative increase in perplexity. None to use the limit in
             `PERPLEXITY_LIMITS`.
 
     Raises:

@@ -132,8 +132,8 @@ def row_of(data: TuningData, model: StartingModel, fixed: Mapping[str, Any]) -> 
     """Choose `data.seq_len`, the number of tokens in a training row.
 
     For conversations, a row is long enough for the longest conversation or, if that is too long,
-    for 99 % of the conversations. For text documents, a row is as long as when large models are
-    trained from scratch. A row is never longer than the context length of the model.
+    for 99 % of the conversations. For text documents, the default row length for training large
+    models from scratch is used. A row is never longer than the context length of the model.
 
     Args:
         data, model: properties of the training data and the initial model.
@@ -185,8 +185,8 @@ class TuningFacts:
     row: Choice
 
     def reference_seconds(self, rate: float) -> float:
-        """Return the time in seconds for scoring all preference pairs with the initial model before
-        the first step.
+        """Return the time, in seconds, that it takes to score all preference pairs with the initial
+        model before the first step.
 
         Args:
             rate: training speed in tokens per second.
@@ -282,8 +282,8 @@ def choose_tuning(facts: TuningFacts, length: Length, fixed: Mapping[str, Any]) 
 def _batch_tokens(tokens: float, seq_len: int, unit: int) -> int:
     """Choose the number of tokens per step.
 
-    With the chosen number, the run has about `defaults.TUNING_STEPS` steps. The number does not
-    exceed a maximum, and it is rounded to complete micro-batches.
+    The number is chosen so that the run has about `defaults.TUNING_STEPS` steps. It is limited to a
+    maximum and rounded to a whole number of micro-batches.
 
     Args:
         tokens: number of tokens in the run.

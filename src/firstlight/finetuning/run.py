@@ -283,8 +283,8 @@ class FineTuning:
     def _fitting_method(
         self, request: Request, machine: Machine, row: Choice, prompts: Sequence[str]
     ) -> tuple[ResolvedRecipe, Method]:
-        """Return the first of `_methods` that fits in memory with a micro-batch of one sequence, as
-        a pair of the resolved recipe and the method.
+        """Return the resolved recipe and the method for the first of `_methods` that fits in memory
+        with a micro-batch of one sequence.
 
         Raises:
             ConfigError: no method fits in memory.
@@ -440,8 +440,9 @@ def _of_run(request: Request) -> list[tuple[str, str]]:
 
 # The conversations
 
-#: Maximum number of conversations that are searched for tools, maximum number of held-out
-#: conversations that are searched for sample questions, and maximum number of sample questions.
+#: `_LOOKED_AT` is the maximum number of conversations that are searched for tools, and of held-out
+#: conversations that are searched for sample questions. `_SAMPLES` is the maximum number of sample
+#: questions.
 _LOOKED_AT, _SAMPLES = 40, 3
 #: Maximum number of characters in a sample question.
 _MOST_QUESTION = 400
@@ -625,8 +626,8 @@ class Conversations:
 
 def _unit_lengths(split: ExampleDataset) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
     """Return the length in tokens of each conversation or preference pair. The length of a
-    preference pair is the total length of the prompt with the chosen answer and the prompt with the
-    rejected answer.
+    preference pair is the sum of two lengths: that of the prompt with the chosen answer, and that
+    of the prompt with the rejected answer.
     """
     lengths: np.ndarray[tuple[int], np.dtype[np.int64]] = (split.lengths - 1).reshape(
         -1, split.together
@@ -659,7 +660,7 @@ def _chat_template(
 
 
 def _have_tools(sources: Sequence[DataSource]) -> bool:
-    """Return True if any of the first conversations uses tools."""
+    """Return True if any of the first `_LOOKED_AT` conversations uses tools."""
     from firstlight.tokenizer.messages import template_options
 
     with closing(read_records(sources)) as records:

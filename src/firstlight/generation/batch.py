@@ -63,15 +63,15 @@ class BatchDecoder:
         max_tokens: maximum length of each sequence, including prompt and new tokens; at most the
             model's context length.
         reuse_prefixes: True to reuse the cached keys and values of an earlier sequence that begins
-            with the same tokens, as in a conversation. If only the remainder of a prompt is
-            computed, rounding can change the last digit of the results.
+            with the same tokens, as in a conversation. When only the remainder of a prompt is
+            processed, rounding can change the last digit of the results.
         compile: True to decode with torch.compile (see `CompiledStep`). The first step takes about
             a minute unless `warm_up` was called.
 
     Attributes:
         lengths: current number of tokens in each sequence.
         cache: keys and values of all sequences.
-        pass_tokens: maximum number of tokens, including padding, that `add_many` computes in one
+        pass_tokens: maximum number of tokens, including padding, that `add_many` processes in one
             forward pass. With fewer tokens, the device would be partly idle.
 
     Raises:
@@ -144,12 +144,12 @@ class BatchDecoder:
             cache.length = self._take_prefix(prompt_ids)
         cache.least_length = len(prompt_ids)
         input_ids = upload([list(prompt_ids[cache.length :])], self._device)
-        # The row is recorded as empty until the whole prompt is computed.
+        # The row is recorded as empty until the whole prompt has been processed.
         self._stored[len(self)] = []
         if on_logits is None:
             logits_V: Tensor = self.model(input_ids, cache=cache, logits_to_keep=1)[0, -1]
         else:
-            # The prompt is computed in chunks, because the logits of a long prompt would take
+            # The prompt is processed in chunks, because the logits of a long prompt would take
             # gigabytes.
             tokens = max(_MOST_LOGITS // self.model.config.vocab_size, 1)
             for ids in torch.split(input_ids, tokens, dim=1):
@@ -164,8 +164,8 @@ class BatchDecoder:
     @varying_lengths()
     def add_many(self, prompts: Sequence[Sequence[int]]) -> Tensor:
         """Append N prompts, in order, as the last sequences. Return the logits [N, V] of their next
-        tokens. Consecutive prompts of similar lengths are computed in one forward pass, in which
-        they are right-padded to the length of the longest one. Cached prefixes are not reused.
+        tokens. Consecutive prompts of similar lengths are processed in one forward pass,
+        right-padded to the length of the longest one. Cached prefixes are not reused.
 
         Args:
             prompts: token ids of each prompt; at least one prompt.
@@ -183,8 +183,8 @@ class BatchDecoder:
         return torch.cat(parts)
 
     def _together(self, prompts: Sequence[Sequence[int]]) -> int:
-        """Return how many of the first prompts to compute in one forward pass. The result is at
-        least 1.
+        """Return how many prompts to process together in the next forward pass, counted from the
+        first prompt. The result is at least 1.
         """
         # Padding would change recurrent states and length-dependent rotary frequencies.
         scaling = getattr(self.model.config, "rope_scaling", None)
@@ -203,9 +203,9 @@ class BatchDecoder:
         input_ids_BT = torch.zeros(len(prompts), max(lengths), dtype=torch.int64)
         for row, prompt_ids in enumerate(prompts):
             input_ids_BT[row, : len(prompt_ids)] = torch.tensor(prompt_ids)
-            # The rows are recorded as empty until the prompts are computed. The causal mask hides
-            # the padding at the end of the prompts, and the padding is overwritten by later tokens
-            # in the cache.
+            # The rows are recorded as empty until the prompts have been processed. The causal mask
+            # hides the padding at the end of the prompts, and the padding is overwritten by later
+            # tokens in the cache.
             self._stored[first + row] = []
         logits_BV: Tensor = self.model(
             upload(input_ids_BT, self._device),
@@ -219,7 +219,7 @@ class BatchDecoder:
     def _take_prefix(self, prompt_ids: Sequence[int]) -> int:
         """Find the longest prefix of a prompt that is cached in any row, and copy it to the row of
         the next sequence. Return the length of the prefix. It never includes the prompt's last
-        token, which must be computed because its logits are needed.
+        token, which must be processed because its logits are needed.
         """
         shared = [
             _common(stored, prompt_ids[:-1])
@@ -330,8 +330,8 @@ def _eager(
 ) -> Tensor:
     """Compute one decoding step without compilation. See `CompiledStep.__call__` for the arguments.
 
-    This is a function and not a method of `BatchDecoder`. With a method, the decoder would contain
-    a reference to itself, and its cache would stay in memory until the garbage collector runs.
+    This is not a method of `BatchDecoder`, because the decoder would then hold a reference to
+    itself, and its cache would stay in memory until the garbage collector runs.
     """
     logits_BV: Tensor = model(input_ids_B1, cache=cache.ragged(lengths_B, reach))[:, -1]
     return logits_BV
@@ -444,14 +444,14 @@ class CompiledStep:
 
 
 def _can_record(model: Model, device: torch.device, cache: KVCache) -> bool:
-    """Return True if decoding steps can be recorded as CUDA graphs. For this, all operations of a
-    step must run on the GPU, and the CPU must not read any intermediate result.
+    """Return True if decoding steps can be recorded as CUDA graphs. This requires that all
+    operations of a step run on the GPU and that the CPU does not read any intermediate result.
     """
     if device.type != "cuda" or cache.has_states or reads_rows_of_experts(model):
         return False
-    # Only models that were loaded for generation have few-rows or int8 layers. Steps are not
-    # recorded for a model in training. It can have hooks that exchange weights between processes,
-    # and recording would take memory that the next training step needs.
+    # Do not record steps for a model in training. It can have hooks that exchange weights between
+    # processes, and recording would take memory that the next training step needs. Only models that
+    # were loaded for generation have few-rows or int8 layers.
     return isinstance(model.lm_head, FewRowsLinear | Int8Linear)
 
 
@@ -515,8 +515,9 @@ class RaggedSteps:
 
 
 class RecordedSteps(RaggedSteps):
-    """Decoding steps recorded as CUDA graphs, one graph per shape (number of rows and reach).
-    Without a graph, launching the kernels of a step takes many times as long as running them.
+    """Decoding steps recorded as CUDA graphs. There is one graph per shape, which consists of the
+    number of rows and the number of cache positions that attention reads ("reach"). Without a
+    graph, launching the kernels of a step takes many times as long as running them.
 
     The first step of a shape is computed without recording, because compilation, kernel loading and
     persistent allocations can't be recorded. The second step is recorded and replayed; later steps

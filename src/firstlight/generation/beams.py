@@ -94,8 +94,8 @@ def beam_search(
     parameter = next(model.parameters())
     device = parameter.device
     cache = model.make_cache(count, len(prompt_ids) + most, parameter.dtype)
-    # There is only one beam at first. However, the prompt is computed in all rows, because every
-    # row of the cache must contain it.
+    # There is only one beam at first, but the prompt is processed in all rows, because every row of
+    # the cache must contain it.
     ids_BT = torch.tensor([list(prompt_ids)] * count, device=device)
     beams, ended = [_Beam([], 0.0)], list[_Beam]()
     for _ in range(most):
@@ -147,9 +147,8 @@ def _next_beams(
     ]
     scores_N = torch.cat(scores)
     vocab_size = logits_BV.shape[1]
-    # In addition to one candidate for each end token of each beam, there are `config.beams`
-    # candidates. Enough beams therefore remain even if every end token is among the most likely
-    # tokens.
+    # Select `config.beams` candidates, plus one for each end token of each beam. This leaves enough
+    # beams even if every end token is among the most likely tokens.
     wanted = min((1 + max(len(ends), 1)) * config.beams, len(scores_N))
     values, places = scores_N.topk(wanted)
     following, rows = list[_Beam](), list[int]()

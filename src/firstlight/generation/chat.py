@@ -90,9 +90,9 @@ def most_that_fit(count: int, fits: Callable[[int], bool]) -> int:
 class ConversationDecoder:
     """Decoder for one sequence at a time. The key-value cache of the last sequence is kept. If the
     next sequence begins with the same tokens as the last one, only the tokens after the common
-    prefix are computed. Several conversations can share one decoder.
+    prefix are processed. Several conversations can share one decoder.
 
-    The cache grows as needed. Each time it grows, the whole sequence is computed again.
+    The cache grows as needed. Each time it grows, the whole sequence is processed again.
 
     Args:
         model: a model in evaluation mode.
@@ -179,7 +179,7 @@ class ChatSession:
     turns.
 
     All messages are rendered again for each answer, but only tokens that are not cached are
-    computed. Text in messages is never encoded as a control token. A prompt can use the whole
+    processed. Text in messages is never encoded as a control token. A prompt can use the whole
     context except for `answer_room` tokens. If the conversation is too long, its oldest turns (a
     user message and its answer) are omitted from the prompt. The system message is always included.
     `messages` keeps all messages.
@@ -228,7 +228,8 @@ class ChatSession:
         self._stopping = False
         require_template_options(self._tokenizer, template_options)
         if self.has_template:
-            # An invalid template raises an error here, and not only when the first message is sent.
+            # Raise the error for an invalid template here instead of when the first message is
+            # sent.
             self._encoded([_message("user", "1")])
         if system:
             self.set_system(system)

@@ -161,8 +161,8 @@ class Continuation:
         """Append the next token, or end the continuation. Return the piece of text that has become
         final, which is often empty.
 
-        If `finish_reason` is still None, the caller computes the logits after the last token in
-        `token_ids`, then calls `choose_tokens` and `push` again.
+        If `finish_reason` is still None, the caller must compute the logits after the last token in
+        `token_ids`, and then call `choose_tokens` and `push` again.
 
         Args:
             chosen: result of `choose_tokens` for this continuation. If it is an exception, it is
@@ -308,7 +308,7 @@ def _columns(
     logits_GV: Tensor, shifted_GV: Tensor, config: SamplingConfig, numbers_G: Tensor | None
 ) -> list[Tensor]:
     """Return the tensors from which `_chosen` reads the results for G continuations with the same
-    settings. Each tensor has shape [G, W], where W is different for each tensor.
+    settings. Each tensor has shape [G, W], where W can differ between the tensors.
     """
     ids_G1, probabilities_GV = sample_rows(shifted_GV, config, numbers_G)
     columns = [ids_G1, logits_GV.amax(-1, keepdim=True)]

@@ -64,8 +64,8 @@ def load(
             into its parameter. "straight" reads the whole file before the weights are copied, which
             takes twice the memory. "auto" means "mmap" if the model is loaded on the CPU and its
             weights are not converted, otherwise "sequential".
-        best: True to load the checkpoint of a run folder with the lowest validation loss instead of
-            the newest one.
+        best: True to load the checkpoint with the lowest validation loss from a run folder, instead
+            of the newest checkpoint.
 
     Raises:
         ConfigError: `dtype` or `way` is unknown, the device does not support `dtype`, or `best` is

@@ -237,8 +237,8 @@ def has_kernels() -> bool:
 def ready_to_compile() -> None:
     """Make torch.compile treat the result of `has_kernels` as a constant.
 
-    This is not done by a decorator, because importing torch's compiler takes a second, and most
-    programs that generate text do not use it.
+    A decorator is not used, because it would import torch's compiler. The import takes a second,
+    and most programs that generate text do not use the compiler.
     """
     torch.compiler.assume_constant_result(has_kernels)  # type: ignore[no-untyped-call]
 

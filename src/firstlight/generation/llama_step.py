@@ -28,8 +28,8 @@ MOST_TEXTS = 16
 
 
 class _Linear(ctypes.Structure):
-    """ctypes equivalent of the struct `Linear` in few_rows.cpp. The next two classes are the
-    equivalents of the structs `Layer` and `Llama`.
+    """ctypes equivalent of the struct `Linear` in few_rows.cpp. The next two classes mirror the
+    structs `Layer` and `Llama`.
     """
 
     _fields_ = [(name, ctypes.c_void_p) for name in ("weight", "scale", "bias")]

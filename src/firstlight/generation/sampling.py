@@ -91,11 +91,11 @@ def draw(probabilities_GV: Tensor, numbers_G: Tensor) -> Tensor:
     """
     cumulative_GV = probabilities_GV.cumsum(-1, dtype=torch.float64)
     totals_G = cumulative_GV[:, -1]
-    # The minimum is needed because the product can be rounded up to the total, for which the index
-    # would be out of range.
+    # Stay below the total. The product can be rounded up to the total, and the index would then be
+    # out of range.
     below_G = (numbers_G * totals_G).minimum(totals_G.nextafter(torch.zeros_like(totals_G)))
     found_G1 = torch.searchsorted(cumulative_GV, below_G[:, None], right=True)
-    # If the probabilities are NaN, the index would be out of range without this limit.
+    # Limit the index, which is out of range if the probabilities are NaN.
     return found_G1.clamp_(max=probabilities_GV.shape[-1] - 1)
 
 

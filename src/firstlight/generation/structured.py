@@ -191,7 +191,9 @@ class _Process(LimitedProcess):
         self._ended: list[int] = []
 
     def start(self) -> int:
-        """Start the process if it is not running. Return how often it has been started so far."""
+        """Start the process if it is not running. Return the number of times it has been started so
+        far.
+        """
         with _schema_limits():
             return super().start()
 

@@ -1,4 +1,4 @@
 """Share models and prepared corpora on the Hugging Face hub.
 
-This package writes model cards, dataset cards and the folders to share, and uploads them.
+This package writes model cards and dataset cards, assembles the folders to share, and uploads them.
 """

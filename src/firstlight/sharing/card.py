@@ -57,7 +57,7 @@ if TYPE_CHECKING:
 CARD_NAME = "README.md"
 PICTURE_NAME = "loss.png"
 _URL_OF_DATASETS = "hf://datasets/"
-#: Names of recipe keys in the training table of the card, keyed by (section, key).
+#: Names under which recipe keys appear in the training table of the card, keyed by (section, key).
 _RECIPE_ROWS = {
     ("data", "seq_len"): "tokens per sequence",
     ("batch", "global_batch_tokens"): "tokens per step",
@@ -67,7 +67,8 @@ _RECIPE_ROWS = {
     ("schedule", "kind"): "schedule",
     ("efficiency", "precision"): "precision",
 }
-#: Names of losses on the card, keyed by their names in an evaluation or in the metrics of a run.
+#: Names under which losses appear on the card, keyed by their names in an evaluation or in the
+#: metrics of a run.
 _LOSSES = {"loss": "loss", "perplexity": "perplexity", "bits_per_byte": "bits per byte"}
 #: File in the run folder with the results of `firstlight eval`.
 EVALUATIONS_NAME = "evaluations.jsonl"
@@ -75,17 +76,16 @@ EVALUATIONS_NAME = "evaluations.jsonl"
 
 @dataclass(frozen=True)
 class DataFacts:
-    """A corpus on which a run was trained.
+    """A corpus that was used in a training run.
 
     Attributes:
         name: name of the folder, URL of the corpus, or name of a file with conversations.
         sources: names of the inputs from which the corpus was prepared.
         splits: entries of the splits in the manifest, keyed by split name. Empty if the folder of
-            the corpus is missing or was changed after training.
+            the corpus is missing or has changed since training.
         options: options of `firstlight prepare` with which the corpus was prepared, without the
             inputs and the tokenizer.
-        weight: sampling weight of the corpus if the run was trained on several corpora, otherwise
-            None.
+        weight: sampling weight of the corpus if the run used several corpora, otherwise None.
     """
 
     name: str
@@ -250,9 +250,8 @@ def _neutral_override(key: str, text: str) -> str:
 def _data_of(run: RunRecord, checkpoint: Path) -> list[DataFacts]:
     """Return the information about all corpora in the recipe of a run.
 
-    The folder of a corpus is read only if its manifest has not changed since the run was trained.
-    If the run was trained on several corpora, the tokenizer of the corpus must also still be that
-    of the run.
+    The folder of a corpus is read only if its manifest has not changed since the run. If the run
+    used several corpora, the tokenizer of the corpus must also still match that of the run.
     """
     data = run.recipe.get("data")
     if not isinstance(data, dict):
@@ -285,8 +284,8 @@ def _data_of(run: RunRecord, checkpoint: Path) -> list[DataFacts]:
 
 
 def _corpus(location: str, is_the_same: Any) -> DataFacts:
-    """Return the information about a corpus. It consists of the name only if the corpus is given as
-    a URL, can't be read or has changed.
+    """Return the information about a corpus. If the corpus is given as a URL, can't be read or has
+    changed, only its name is included.
 
     Args:
         location: folder or URL of the corpus.
@@ -512,8 +511,8 @@ def _template(name: str) -> str:
 
 
 def _tidied(card: str) -> str:
-    """Remove superfluous empty lines. Parts of the template that are omitted leave such lines
-    behind.
+    """Remove superfluous empty lines, which are left behind where parts of the template are
+    omitted.
     """
     return re.sub(r"\n{3,}", "\n\n", card).strip() + "\n"
 
@@ -562,9 +561,9 @@ def _measured(facts: ModelFacts) -> Iterator[tuple[str, str, float, float | None
     """Yield all results of evaluations. Each is a tuple of the dataset or task, the metric, the
     value, and the standard error or None.
 
-    The value of a metric is that of the newest `firstlight eval` in which it was measured. If there
-    is none, it is the value of the last evaluation that was part of the training run, at or before
-    the step of the checkpoint.
+    The value of a metric is taken from the newest result of `firstlight eval` that contains it. If
+    there is none, it is taken from the last evaluation during the training run, at or before the
+    step of the checkpoint.
     """
     corpus = "all data"
     if len(facts.data) == 1:
@@ -584,7 +583,7 @@ _Results = dict[tuple[str, str], tuple[float, float | None]]
 
 
 def _measured_in_run(facts: ModelFacts, corpus: str) -> _Results:
-    """Return the results of the last evaluation that was part of the training run."""
+    """Return the results of the last evaluation during the training run."""
     found: _Results = {}
     for key in _LOSSES:
         value = facts.numbers.get("val/loss" if key == "loss" else key)
@@ -722,8 +721,8 @@ def _training_rows(facts: ModelFacts) -> Iterator[tuple[str, str]]:
 
 
 def _run_evaluation(facts: ModelFacts) -> str | None:
-    """Return a sentence about the last evaluation that was part of the training run, or None if
-    there was no such evaluation.
+    """Return a sentence about the last evaluation during the training run, or None if there was no
+    such evaluation.
     """
     if facts.numbers.get("val/loss") is None or facts.run is None:
         return None

@@ -193,8 +193,8 @@ def _place(
 ) -> Iterator[tuple[Path, Path | None]]:
     """Context manager for the folder to write.
 
-    Yields a pair of paths: the folder, and the folder again if it is kept or None if it is
-    temporary.
+    Yields two paths. The first is the folder to write. The second is the same folder if it is kept,
+    and None if it is temporary.
     """
     name = repository.rpartition("/")[2]
     if out is None and upload:
@@ -419,8 +419,8 @@ def _reason(error: BaseException, repository: str) -> str:
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    """Yield an error and all errors that caused it. The error that follows each error is its
-    `__cause__` or, if there is none, its `__context__`.
+    """Yield an error, followed by the chain of errors that caused it. The cause of each error is
+    its `__cause__` or, if that is None, its `__context__`.
     """
     while error is not None:
         yield error

@@ -27,10 +27,10 @@ CONFIG_NAME = "config.json"
 GENERATION_CONFIG_NAME = "generation_config.json"
 
 
-#: A config is always accepted if it has at most this number of layers, and at most this number of
-#: experts in all layers together. Models up to this size can be built quickly on the meta device.
+#: A config is always accepted if it has at most this many layers and, across all layers, at most
+#: this many experts. Models up to this size can be built quickly on the meta device.
 _FEW_LAYERS, _FEW_EXPERTS = 200, 20_000
-#: Minimum number of tensors that a layer has, and minimum number that an expert has.
+#: Minimum number of tensors per layer, and minimum number of tensors per expert.
 _LAYER_TENSORS, _EXPERT_TENSORS = 5, 1
 
 

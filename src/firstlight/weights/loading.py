@@ -80,7 +80,7 @@ _STACKED = ".mlp.experts.gate_up_proj"
 
 def has_stacked_experts(names: Iterable[str]) -> bool:
     """Return True if the tensor names are from files that store all experts of a layer in a single
-    tensor, like firstlight's models do.
+    tensor, as firstlight's models do.
 
     transformers 5 writes such files if `save_pretrained` is called with
     `save_original_format=False`.

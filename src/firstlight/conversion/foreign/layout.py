@@ -97,7 +97,7 @@ class Layout:
         optional: Hugging Face names of optional biases. A checkpoint contains either all of them or
             none of them.
         rotates_pairs: True if RoPE rotates rows (2i, 2i + 1) of a head as a pair. False if it
-            rotates rows (i, i + D/2) as a pair, like Hugging Face does.
+            rotates rows (i, i + D/2) as a pair, as Hugging Face does.
         is_transposed: True if the weights listed in `TRANSPOSED` have the shape [out, in] in the
             checkpoint. In Hugging Face's GPT-2, they have the shape [in, out].
     """

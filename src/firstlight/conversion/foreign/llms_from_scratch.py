@@ -68,7 +68,7 @@ def _gpt_layout(
 
 GPT_FAST = _gpt_layout(".att.qkv.weight", _GPT_FAST, {"weight": "weight", "bias": "bias"})
 GPT = _gpt_layout(".ff.layers.0.weight", _GPT, {"weight": "scale", "bias": "shift"})
-#: Layout of `Llama2Model`, `Llama3Model` and `Llama3ModelFast`. Like in Hugging Face, RoPE rotates
+#: Layout of `Llama2Model`, `Llama3Model` and `Llama3ModelFast`. As in Hugging Face, RoPE rotates
 #: rows (i, i + D/2) of a head as a pair.
 LLAMA = llama_layout(
     "LLMs-from-scratch",
@@ -105,8 +105,8 @@ def open_gpt(weights: Mapping[str, Any], layout: Layout) -> Opened:
 
 
 def open_llama(path: Path, weights: Mapping[str, Any]) -> Opened:
-    """Open a Llama model. If the file contains RoPE tables, which older files do, the number of
-    heads and the context length are inferred from them.
+    """Open a Llama model. If the file contains RoPE tables, as older files do, the number of heads
+    and the context length are inferred from them.
 
     Raises:
         ModelError: the RoPE tables have an invalid shape.

@@ -105,7 +105,7 @@ def open_folder(folder: Path) -> Opened:
 
 
 def _joined(files: Sequence[Path], shards: Sequence[Mapping[str, Tensor]]) -> dict[str, Any]:
-    """Concatenate the shards in the files to full tensors. If there is only one file, its tensors
+    """Concatenate the shards in the files into full tensors. If there is only one file, its tensors
     are returned unchanged.
     """
     if len(shards) == 1:

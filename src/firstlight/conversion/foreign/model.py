@@ -1,5 +1,5 @@
-"""Read checkpoints from nanoGPT, nanochat, LLMs-from-scratch, litgpt, torchtune, OpenAI's GPT-2 and
-Meta's Llama.
+"""Read checkpoints written by nanoGPT, nanochat, LLMs-from-scratch, litgpt and torchtune, and the
+original checkpoints of OpenAI's GPT-2 and Meta's Llama.
 
 The tensors are converted to the names and layouts that Hugging Face uses. The tensor names, files
 and settings of each program are described in a separate module.
@@ -142,7 +142,7 @@ def read_foreign(path: Path, *, config: Mapping[str, Any] | None = None) -> Fore
 
 
 def foreign_folder(path: Path) -> Path | None:
-    """Return the folder of a model that consists of several files of another program, or None.
+    """Return the folder of another program's model that consists of several files, or None.
 
     Args:
         path: the folder. For litgpt, Meta and OpenAI, it can also be a weights file in the folder.
@@ -301,8 +301,8 @@ def _check_dtypes(path: Path, weights: Mapping[str, Any]) -> None:
 
 
 def _sizes(path: Path, weights: Mapping[str, Tensor], layout: Layout) -> dict[str, int]:
-    """Return the size of each letter that is used in the shapes of the layout. The sizes are read
-    from the tensors listed in `SIZES`.
+    """Return the size that each letter in the layout's shapes stands for. The sizes are read from
+    the tensors listed in `SIZES`.
     """
     sizes = {}
     for letter, (ours, dimension) in SIZES[layout.kind].items():

@@ -366,8 +366,8 @@ def _fields(message: bytes) -> Iterator[tuple[int, int | bytes]]:
 
 
 def _masked(checksum: int) -> int:
-    """Return the "masked" form of a checksum, in which LevelDB stores checksums. Masking avoids
-    problems if the checksummed data itself contains checksums.
+    """Return the "masked" form of a checksum, which is the form in which LevelDB stores checksums.
+    Masking avoids problems if the checksummed data itself contains checksums.
     """
     return ((checksum >> 15 | checksum << 17) + 0xA282EAD8) & 0xFFFFFFFF
 

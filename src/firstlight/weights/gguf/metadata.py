@@ -85,7 +85,7 @@ _ENDS = tuple(f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom"
 #: Shapes of the tensors in a file, keyed by tensor name. The outermost dimension comes first.
 Shapes = Mapping[str, tuple[int, ...]]
 
-#: Minimum number of tensors that a layer has, in all model families.
+#: Minimum number of tensors per layer, over all model families.
 _LAYER_TENSORS = 5
 
 #: Value of expert_gating_func for sigmoid scores, from llama.cpp's `llama_expert_gating_func_type`.
@@ -508,8 +508,8 @@ def _linear_config(values: _Values) -> dict[str, Any]:
 def _layer_config(
     values: _Values, stored: Shapes, family: FamilySpec, config: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return the config entries for model families whose layers are not like Llama's, or whose
-    layers are not all alike.
+    """Return the config entries for model families whose layers differ from Llama's or from each
+    other.
     """
     own, found = family.own_keys, dict[str, Any]()
     if "query_pre_attn_scalar" in own:
@@ -625,8 +625,8 @@ def _rope_config(
 def _longrope_scaling(values: _Values, known: Any, factors: Mapping[str, Tensor]) -> dict[str, Any]:
     """Return the LongRoPE settings.
 
-    These are the settings `known`, which were stored in firstlight.config, if there are any.
-    Otherwise, they are read from the GGUF entries of the file.
+    If firstlight.config contains settings, they are passed as `known`, and this function returns
+    them. Otherwise, the settings are read from the GGUF entries of the file.
     """
     if isinstance(known, dict):
         return {**known, "rope_type": "longrope"}
@@ -642,8 +642,8 @@ def _longrope_scaling(values: _Values, known: Any, factors: Mapping[str, Tensor]
 def _yarn_scaling(values: _Values, known: Any) -> dict[str, Any]:
     """Return the YaRN settings.
 
-    These are the settings `known`, which were stored in firstlight.config, if there are any.
-    Otherwise, they are read from the GGUF entries of the file.
+    If firstlight.config contains settings, they are passed as `known`, and this function returns
+    them. Otherwise, the settings are read from the GGUF entries of the file.
     """
     if isinstance(known, dict):
         return {**known, "rope_type": "yarn"}
@@ -671,8 +671,9 @@ def _yarn_scaling(values: _Values, known: Any) -> dict[str, Any]:
 def _llama3_scaling(known: Any, theta: float, factors: Tensor, rotary_dim: int) -> dict[str, Any]:
     """Return the RoPE settings of a Llama 3 model.
 
-    These are the settings `known`, which were stored in firstlight.config, if there are any.
-    Otherwise, they are `_LLAMA3`, the settings of the published models.
+    If firstlight.config contains settings, they are passed as `known`, and this function returns
+    them. Otherwise, it returns the settings of the published models, `_LLAMA3`, with the factor
+    inferred from `factors`.
 
     Raises:
         ModelError: these settings do not produce the frequency factors that the file contains.

@@ -39,7 +39,7 @@ class TensorRule:
         sources: names of the Hugging Face tensors. If there are several, such as those of all
             experts, they are stacked in this order.
         shape: shape of each source tensor.
-        change: how the source tensors are transformed for the file:
+        change: transformation that is applied to the source tensors:
 
             - "none": The tensor is stored unchanged.
             - "transposed": The last two dimensions are swapped.

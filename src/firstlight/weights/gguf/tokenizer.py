@@ -40,7 +40,7 @@ class PreTokenizer:
             the pieces that the previous pattern produced. Both the matches and the text between
             them become pieces.
         whole_pieces: True if a piece that is in the vocabulary becomes a single token without any
-            merging, like with `ignore_merges` in Hugging Face's BPE.
+            merging, as with `ignore_merges` in Hugging Face's BPE.
         adds_bos: True if llama.cpp adds a "bos" token at the beginning of text by default. GGUF
             files can override this default.
         note: note for the user if llama.cpp's version of the patterns produces different ids for
@@ -437,8 +437,8 @@ def _canonical(pattern: str) -> str:
 
 def _require_reachable(model: Mapping[str, Any], added: Mapping[str, Any]) -> None:
     """Reject a tokenizer if its vocabulary contains a token that BPE can't produce from the token's
-    own text. Such text would be encoded differently with and without `ignore_merges`, and
-    llama.cpp's setting differs from that of the tokenizer.
+    own text. This function is called only if llama.cpp's setting of `ignore_merges` differs from
+    that of the tokenizer. The text of such a token would then be encoded differently.
     """
     bpe = models.BPE(vocab=model["vocab"], merges=_pairs(model), ignore_merges=False)
     for token in model["vocab"]:
