@@ -1,6 +1,7 @@
 """Validate records of conversations and of preference pairs, and convert them to messages.
 
-The format of each record is detected from its fields, whose names are defined in `kinds`:
+The format of each record is detected from its fields, whose names are defined in `kinds`. These
+formats are supported:
 
     alpaca      a question and its answer, as strings or messages: {"instruction", "output"},
                 {"prompt", "completion"}, {"question", "answer"} and the like, optionally with
@@ -244,9 +245,7 @@ def _first(fields: Mapping[str, Any], names: Sequence[str]) -> str:
 
 
 def _unknown(record: Mapping[Any, Any]) -> BadRecordError:
-    """Return the error for a record whose format is unknown, or which contains a different kind of
-    data.
-    """
+    """Return the error for a record with an unknown format or the wrong kind of data."""
     # `record_fields` returns most fields under two names. List each field only once.
     known = {field_name(name): str(name) for name in record}
     names = ", ".join(list(known.values())[:8]) or "none"
@@ -376,8 +375,8 @@ def is_messages(value: object) -> bool:
 
 
 def _turns(entries: object, name: str) -> list[dict[str, Any]]:
-    """Convert a list to messages. The entries are either objects (see `_messages`), or strings that
-    the user and the assistant wrote alternately.
+    """Convert a list to messages. The entries are either objects (see `_messages`) or strings. The
+    strings are taken as alternating turns of the user and the assistant.
     """
     if not isinstance(entries, list) or len(entries) < 2 or not isinstance(entries[0], str):
         return _messages(entries, name)
@@ -441,8 +440,8 @@ def _messages(entries: object, name: str, start: int = 0) -> list[dict[str, Any]
     Args:
         entries: the list.
         name: name of the list in error messages, including backticks.
-        start: number of the first entry; the error messages include the number of the invalid
-            entry.
+        start: number of the first entry, so that error messages can specify the number of an
+            invalid entry.
 
     Raises:
         BadRecordError: the list or a message is not valid.
@@ -548,7 +547,7 @@ def _checked(messages: list[dict[str, Any]]) -> Conversation:
 #: axolotl and ms-swift.
 _LEARNED = ("weight", "train", "training", "loss")
 #: Values of these keys for messages that are excluded (`_OFF`) and included (`_ON`), in lower case.
-#: They are strings, because tables contain them as strings.
+#: All of them are strings, because tables store these values as strings.
 _OFF, _ON = ("0", "0.0", "false"), ("1", "1.0", "true")
 #: A field in `_USED_FIELDS` is always considered used. A field in `_VALUE_FIELDS` is considered
 #: used if its value is not a string. Any other string is considered used if it occurs in a message
@@ -598,7 +597,7 @@ class _Markup(NamedTuple):
             control tokens.
         after: restrictions on the order of turns. Each upper-case turn name is mapped to the
             upper-case name of the turn that must precede it, or to "" if it must be the first turn.
-            A turn beginning in any other position is treated as part of the text.
+            If the beginning of a turn occurs in any other position, it is treated as ordinary text.
     """
 
     head: str
@@ -696,8 +695,8 @@ def _markup_of(text: str) -> _Markup | None:
 
 def _without_end(text: str) -> str:
     """Remove end-of-text and end-of-turn tokens from the end of a string."""
-    # Search only the last part of the string, because the time of the search can be quadratic in
-    # the length of the string.
+    # Search only the last part of the string, because the search time can be quadratic in the
+    # string's length.
     return text[:-200] + _END.sub("", text[-200:])
 
 

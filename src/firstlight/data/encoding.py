@@ -58,7 +58,7 @@ class TextPiece(NamedTuple):
 
 #: Generator of pieces with their tokens, in the order of the pieces.
 Encoded: TypeAlias = Generator[tuple[TextPiece, TokenArray], None, None]
-#: Function of an engine that encodes pieces. All engines produce the same tokens.
+#: Function with which an engine encodes pieces. All engines produce the same tokens.
 Encode: TypeAlias = Callable[[Iterator[TextPiece]], Encoded]
 
 #: Approximate number of characters per batch. A process gets one batch at a time.
@@ -167,12 +167,12 @@ def _fitting(ids: npt.NDArray[np.int64], vocab_size: int) -> TokenArray:
 
 
 class _Worker:
-    """A process that encodes text, and the parent process's end of the pipe to this process.
+    """A process that encodes text, and the parent's end of the pipe that connects it to the parent.
 
     The tokenizer is sent through this pipe instead of as an argument of the process. `spawn` writes
-    arguments to a different pipe, and the parent also has the reading end of that pipe open. If the
-    new process is killed, writing more than the pipe's buffer can hold would therefore block
-    forever.
+    arguments to a different pipe, whose reading end also stays open in the parent. If the new
+    process were killed, the parent would therefore block forever when it writes more than the
+    pipe's buffer can hold.
     """
 
     def __init__(self, tokenizer_json: str) -> None:
@@ -484,8 +484,8 @@ def _oldest(
 def _encode_block(
     texts: list[str], tokenizer_json: str, release: str
 ) -> tuple[bool, list[TokenArray] | DataError]:
-    """Encode a block of text on a node of the Ray cluster. The return value is the same as that of
-    `_answer`.
+    """Encode a block of text on a node of the Ray cluster. The return value has the same form as
+    that of `_answer`.
 
     Args:
         texts: the strings in the block.
