@@ -113,8 +113,8 @@ class ClientGoneError(RequestError):
 
 
 def header(scope: Scope, name: bytes) -> str | None:
-    """Return the value of a header, whose `name` must be lowercase. Return None if the header is
-    missing, and "" if it occurs more than once.
+    """Return the value of the header called `name`, which must be lowercase. Return None if the
+    header is missing, and "" if it occurs more than once.
     """
     values = [value.decode("latin-1") for key, value in scope["headers"] if key == name]
     if not values:
