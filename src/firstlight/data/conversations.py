@@ -117,8 +117,8 @@ class BadRecordError(FirstlightError):
     """Raised if a record is not a valid conversation, preference pair or text document.
 
     Args:
-        reason: short name of the reason. It is a key of `REASONS` or, for a text document, of
-            `records.REASONS`.
+        reason: short name of the reason why the record is invalid. It is a key of `REASONS` or, for
+            a text document, of `records.REASONS`.
         detail: description of the problem, used as the message.
     """
 
@@ -388,7 +388,9 @@ def _turns(entries: object, name: str) -> list[dict[str, Any]]:
 
 
 def unused_fields(record: object, conversation: Conversation) -> list[str]:
-    """Return the non-empty fields of a record whose content does not occur in its conversation."""
+    """Return the non-empty fields of a record, except those whose content occurs in its
+    conversation.
+    """
     if not isinstance(record, Mapping):
         return []
     is_transcript = conversation_kind(record_fields(record), "") is None
@@ -560,8 +562,8 @@ _CHANCE_CHARACTERS = 40
 
 
 def _with_weights(messages: list[dict[str, Any]]) -> Conversation:
-    """Return a conversation in which the messages do not have the `_LEARNED` keys. If one of these
-    keys is 0 or false in an answer, the answer is excluded from the loss.
+    """Return the messages as a conversation, without their `_LEARNED` keys. If one of these keys is
+    0 or false in an answer, the answer is excluded from the loss.
     """
     masked = set()
     for index, message in enumerate(messages):

@@ -83,8 +83,8 @@ _NO_CLIENT = (
 
 
 def batches(pieces: Iterable[TextPiece], characters: int) -> Iterator[list[TextPiece]]:
-    """Group consecutive pieces into lists. Each list has a total of at least `characters`
-    characters, except that the last list may have fewer.
+    """Group consecutive pieces into lists with a total of at least `characters` characters each.
+    The last list can be shorter.
     """
     batch: list[TextPiece] = []
     size = 0
@@ -215,8 +215,8 @@ class _Processes:
     """A pool of encoding processes, and the queue of submitted batches, oldest first.
 
     For each encoding process, a thread of the parent sends batches and receives tokens. The
-    processes do not share pipes or locks. If a process is killed at any moment, even during
-    startup, only its current batch is therefore lost, and a new process encodes that batch again.
+    processes do not share pipes or locks. Therefore, if a process is killed at any moment, even
+    during startup, only its current batch is lost, and a new process encodes that batch again.
     """
 
     def __init__(self, tokenizer: Tokenizer, workers: int) -> None:

@@ -86,7 +86,8 @@ _MAX_JSON_BYTES = 4 << 30
 _MAX_VALUES, _VALUE_BYTES = 1_000_000, 8
 #: Number of bytes at the beginning of a JSON file from which `kind_of_records` detects its kind.
 _JSON_HEAD_BYTES = 1 << 20
-#: Number of bytes by which each rejected document counts towards the limit `DataSource.most_bytes`.
+#: Size in bytes that is assumed for each rejected document when the limit `DataSource.most_bytes`
+#: is applied.
 _REJECTED_BYTES = 1000
 #: Maximum fraction of the text that a single character can make up. Text that exceeds this limit is
 #: useless for training.
