@@ -150,7 +150,8 @@ def _train(
             if training.done():
                 break
     except BaseException:
-        # The thread ends when it receives this batch or the previous one.
+        # Wake the thread if it is waiting, so that it sees `stopped` and ends. If the queue is
+        # full, a batch in the queue wakes it.
         stopped.set()
         with contextlib.suppress(queue.Full):
             waiting.put_nowait([])
