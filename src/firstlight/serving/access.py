@@ -30,7 +30,7 @@ _HOST = re.compile(r"(\[[0-9a-f:.]+\]|[a-z0-9._-]+)(?::\d{1,5})?")
 CLIENT_GONE = 499
 
 #: Error `type` for each HTTP status. For all other statuses, the type is "invalid_request_error"
-#: below 500 and "server_error" from 500 upwards.
+#: for statuses below 500, and "server_error" for 500 and above.
 _TYPES = {
     401: "authentication_error",
     403: "permission_error",
