@@ -415,7 +415,7 @@ def rows_of(
     for loaded, limit in zip(models, limits, strict=True):
         require_context(loaded, limit)
     encoders = [_encoder(tokenizer_of(loaded)) for loaded in models]
-    # Encode long documents in pieces if possible, because encodings need much memory.
+    # Encode long documents in pieces if possible, because encodings take a lot of memory.
     cuttable = all(tokenizer.encodes_in_pieces for tokenizer in encoders)
     rows: list[Row] = []
     for number, document in enumerate(documents):

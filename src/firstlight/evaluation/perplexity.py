@@ -1,6 +1,6 @@
-"""Evaluate the loss, perplexity and bits per byte of a model on a split of prepared data or on a
-sample of its rows, and its loss by token position. By default, a model is evaluated with the data
-and options with which it was trained.
+"""Evaluate the loss, perplexity and bits per byte of a model on a split of prepared data, or on a
+sample of its rows. The loss can also be evaluated by token position. By default, a model is
+evaluated with the data and options with which it was trained.
 """
 
 from __future__ import annotations
