@@ -72,7 +72,7 @@ _SHARD_TOKENS = 10_000_000
 _MOST_FIELDS = 1000
 
 
-#: Description of the `on_bad` option in error messages, for training and for `prepare`.
+#: How error messages refer to the `on_bad` option, in training and in `prepare`.
 _ON_BAD = "--data.on_bad {0}, or --on-bad {0} of prepare,"
 
 
@@ -175,7 +175,7 @@ def prepare_chat(
 
 
 class _ChatPreparation:
-    """The state of one call of `prepare_chat`."""
+    """State of a single `prepare_chat` call."""
 
     def __init__(
         self, tokenizer: Tokenizer, options: ChatOptions, folder: Path, *, own_val: bool
@@ -294,8 +294,8 @@ class _ChatPreparation:
         return examples
 
     def _count(self, record: Record, conversations: Sequence[Conversation]) -> None:
-        """Update the number of duplicate records, the number of records whose text contains control
-        tokens, and the count of each unused field.
+        """Update the counts of duplicate records, of records whose text contains control tokens,
+        and of each unused field.
         """
         for field in unused_fields(record.value, conversations[0]):
             if field in self._unused or len(self._unused) < _MOST_FIELDS:
@@ -463,8 +463,8 @@ def cached_chat(
             if not _is_whole(folder, verify):
                 what = "preference pairs" if options.kind == "preference" else "conversations"
                 tell(f"preparing the {what} of {', '.join(map(str, files))}")
-                # If the folder exists here, it has failed the check, so it is incomplete or
-                # damaged.
+                # A folder that exists at this point has failed the check above, so it is incomplete
+                # or damaged.
                 if folder.exists():
                     remove_folder(folder)
                 prepare_chat(

@@ -95,9 +95,9 @@ class DocumentPart(NamedTuple):
     Attributes:
         line: one-based number of the line on which the document begins.
         content: the document in UTF-8, possibly invalid; None if it is too long.
-        changes: names of the changes. They include the separator at which the document was split
-            off, and "kept SEPARATOR" for each separator string that was left in the document's
-            text.
+        changes: names of the changes that were made to the document. They include the separator at
+            which the document was split off, and "kept SEPARATOR" for each separator string that
+            was left in the document's text.
     """
 
     line: int
@@ -117,13 +117,14 @@ def split_documents(
     A separator string separates documents if it is alone on its line, or if one document clearly
     ends before it and another begins after it. A separator string that is quoted or mentioned
     within a sentence is kept as part of the text. Whitespace around separators is removed.
-    Documents that consist only of whitespace are dropped, unless all documents do.
+    Documents that consist only of whitespace are dropped, unless there are no other documents.
 
     Args:
         blocks: the text in UTF-8, in blocks of any size.
         largest: maximum size of a document in bytes; a longer document is yielded without its
             content.
-        is_code: True for source code, where only a separator alone on its line is recognised.
+        is_code: True for source code, where a separator is recognised only if it is alone on its
+            line.
         is_whole: True to treat the text as one document and ignore separators.
     """
     document = _Document(largest)
@@ -238,8 +239,8 @@ def _separates(mark: bytes, before: bytes, after: bytes, *, is_code: bool) -> bo
 
 
 def _is_long(mark: bytes) -> bool:
-    """Return True for a separator string such as <|endoftext|>, which never occurs in text for any
-    other purpose.
+    """Return True if a separator string, such as <|endoftext|>, is never used in text for any other
+    purpose.
     """
     return mark[1:2] in (b"|", b"\xef")
 

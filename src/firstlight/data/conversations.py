@@ -1,6 +1,7 @@
 """Validate records of conversations and of preference pairs, and convert them to messages.
 
-The format of each record is detected from its fields, whose names are defined in `kinds`:
+The format of each record is detected from its fields, whose names are defined in `kinds`. These
+formats are supported:
 
     alpaca      a question and its answer, as strings or messages: {"instruction", "output"},
                 {"prompt", "completion"}, {"question", "answer"} and the like, optionally with
@@ -116,8 +117,8 @@ class BadRecordError(FirstlightError):
     """Raised if a record is not a valid conversation, preference pair or text document.
 
     Args:
-        reason: short name of the reason. It is a key of `REASONS` or, for a text document, of
-            `records.REASONS`.
+        reason: short name of the reason why the record is invalid. It is a key of `REASONS` or, for
+            a text document, of `records.REASONS`.
         detail: description of the problem, used as the message.
     """
 
@@ -244,9 +245,7 @@ def _first(fields: Mapping[str, Any], names: Sequence[str]) -> str:
 
 
 def _unknown(record: Mapping[Any, Any]) -> BadRecordError:
-    """Return the error for a record whose format is unknown, or which contains a different kind of
-    data.
-    """
+    """Return the error for a record with an unknown format or the wrong kind of data."""
     # `record_fields` returns most fields under two names. List each field only once.
     known = {field_name(name): str(name) for name in record}
     names = ", ".join(list(known.values())[:8]) or "none"
@@ -376,8 +375,8 @@ def is_messages(value: object) -> bool:
 
 
 def _turns(entries: object, name: str) -> list[dict[str, Any]]:
-    """Convert a list to messages. The entries are either objects (see `_messages`), or strings that
-    the user and the assistant wrote alternately.
+    """Convert a list to messages. The entries are either objects (see `_messages`) or strings. The
+    strings are taken as alternating turns of the user and the assistant.
     """
     if not isinstance(entries, list) or len(entries) < 2 or not isinstance(entries[0], str):
         return _messages(entries, name)
@@ -389,7 +388,9 @@ def _turns(entries: object, name: str) -> list[dict[str, Any]]:
 
 
 def unused_fields(record: object, conversation: Conversation) -> list[str]:
-    """Return the non-empty fields of a record whose content does not occur in its conversation."""
+    """Return the non-empty fields of a record, except those whose content occurs in its
+    conversation.
+    """
     if not isinstance(record, Mapping):
         return []
     is_transcript = conversation_kind(record_fields(record), "") is None
@@ -441,8 +442,8 @@ def _messages(entries: object, name: str, start: int = 0) -> list[dict[str, Any]
     Args:
         entries: the list.
         name: name of the list in error messages, including backticks.
-        start: number of the first entry; the error messages include the number of the invalid
-            entry.
+        start: number of the first entry, so that error messages can specify the number of an
+            invalid entry.
 
     Raises:
         BadRecordError: the list or a message is not valid.
@@ -548,7 +549,7 @@ def _checked(messages: list[dict[str, Any]]) -> Conversation:
 #: axolotl and ms-swift.
 _LEARNED = ("weight", "train", "training", "loss")
 #: Values of these keys for messages that are excluded (`_OFF`) and included (`_ON`), in lower case.
-#: They are strings, because tables contain them as strings.
+#: All of them are strings, because tables store these values as strings.
 _OFF, _ON = ("0", "0.0", "false"), ("1", "1.0", "true")
 #: A field in `_USED_FIELDS` is always considered used. A field in `_VALUE_FIELDS` is considered
 #: used if its value is not a string. Any other string is considered used if it occurs in a message
@@ -561,8 +562,8 @@ _CHANCE_CHARACTERS = 40
 
 
 def _with_weights(messages: list[dict[str, Any]]) -> Conversation:
-    """Return a conversation in which the messages do not have the `_LEARNED` keys. If one of these
-    keys is 0 or false in an answer, the answer is excluded from the loss.
+    """Return the messages as a conversation, without their `_LEARNED` keys. If one of these keys is
+    0 or false in an answer, the answer is excluded from the loss.
     """
     masked = set()
     for index, message in enumerate(messages):
@@ -598,7 +599,7 @@ class _Markup(NamedTuple):
             control tokens.
         after: restrictions on the order of turns. Each upper-case turn name is mapped to the
             upper-case name of the turn that must precede it, or to "" if it must be the first turn.
-            A turn beginning in any other position is treated as part of the text.
+            If the beginning of a turn occurs in any other position, it is treated as ordinary text.
     """
 
     head: str
@@ -696,8 +697,8 @@ def _markup_of(text: str) -> _Markup | None:
 
 def _without_end(text: str) -> str:
     """Remove end-of-text and end-of-turn tokens from the end of a string."""
-    # Search only the last part of the string, because the time of the search can be quadratic in
-    # the length of the string.
+    # Search only the last part of the string, because the search time can be quadratic in the
+    # string's length.
     return text[:-200] + _END.sub("", text[-200:])
 
 

@@ -15,9 +15,9 @@ A split of text is one long stream of tokens. With rows of T positions, row i pr
 exactly once, and the last row may be shorter. Conversations are instead packed into rows (see
 `packing`).
 
-With document masking, the tokens of a row are numbered by document, and a token is predicted only
-from tokens of the same document. The details depend on which special tokens surround the text of a
-document:
+With document masking, each token of a row is assigned the number of its document, and a token is
+predicted only from tokens of the same document. The details depend on which special tokens surround
+the text of a document:
 
     bos text eos | bos text eos     The eos is the last label of a document. The label after it,
                                     the next document's bos, is masked.
@@ -78,8 +78,8 @@ def row_span(row: int, seq_len: int) -> slice:
 def separate_documents(
     starts: npt.NDArray[np.int64], num_inputs: int, *, eos_opens: bool
 ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int64]]:
-    """Assign a document number to each input of a row, and find the labels to mask because they
-    belong to a different document than their inputs.
+    """Assign a document number to each input of a row. Also find the labels that must be masked
+    because they belong to a different document than their inputs.
 
     Args:
         starts: positions of the documents' first tokens among the row's num_inputs + 1 tokens,
@@ -103,10 +103,10 @@ def separate_documents(
 def shuffled_index(position: int, length: int, seed: int, epoch: int) -> int:
     """Return element `position` of a random permutation of `range(length)`, in O(1) memory.
 
-    Each (seed, epoch) gives a different permutation. A 4-round Feistel network permutes all numbers
-    with the smallest even number of bits that can represent every index. The network is applied
-    repeatedly until the result is below `length` (cycle walking: Black and Rogaway, "Ciphers with
-    arbitrary finite domains", 2002).
+    Each (seed, epoch) gives a different permutation. A 4-round Feistel network permutes all b-bit
+    numbers, where b is the smallest even number of bits that can represent every index. The network
+    is applied repeatedly until the result is below `length` (cycle walking: Black and Rogaway,
+    "Ciphers with arbitrary finite domains", 2002).
     """
     assert 0 <= position < length
     half_bits = max((length - 1).bit_length() + 1, 2) // 2
@@ -200,8 +200,8 @@ class Corpus(Protocol):
         ...
 
     def row_at(self, position: int, seq_len: int, seed: int) -> tuple[TokenDataset, int]:
-        """Return which row a run with this seed reads at `position`, as (split, index of the row in
-        the split). Positions are counted across all epochs.
+        """Return the row that a run with this seed reads at `position`, as (split, index of the row
+        in the split). Positions are counted across all epochs.
         """
         ...
 
@@ -455,8 +455,8 @@ MAX_PERIOD = 1_000_000
 
 
 def whole_weights(weights: Sequence[float]) -> list[int]:
-    """Return the smallest integers in the same ratio as the weights, taking their decimal notation
-    as exact: [0.7, 0.3] gives [7, 3].
+    """Return the smallest integers in the same ratio as the weights. The decimal notation of the
+    weights is treated as exact: [0.7, 0.3] gives [7, 3].
 
     Raises:
         ConfigError: there are no weights, a weight is not finite and positive, or the sum of the

@@ -58,7 +58,7 @@ class TextPiece(NamedTuple):
 
 #: Generator of pieces with their tokens, in the order of the pieces.
 Encoded: TypeAlias = Generator[tuple[TextPiece, TokenArray], None, None]
-#: Function of an engine that encodes pieces. All engines produce the same tokens.
+#: Function with which an engine encodes pieces. All engines produce the same tokens.
 Encode: TypeAlias = Callable[[Iterator[TextPiece]], Encoded]
 
 #: Approximate number of characters per batch. A process gets one batch at a time.
@@ -83,8 +83,8 @@ _NO_CLIENT = (
 
 
 def batches(pieces: Iterable[TextPiece], characters: int) -> Iterator[list[TextPiece]]:
-    """Group consecutive pieces into lists. Each list has a total of at least `characters`
-    characters, except that the last list may have fewer.
+    """Group consecutive pieces into lists with a total of at least `characters` characters each.
+    The last list can be shorter.
     """
     batch: list[TextPiece] = []
     size = 0
@@ -167,12 +167,12 @@ def _fitting(ids: npt.NDArray[np.int64], vocab_size: int) -> TokenArray:
 
 
 class _Worker:
-    """A process that encodes text, and the parent process's end of the pipe to this process.
+    """A process that encodes text, and the parent's end of the pipe that connects it to the parent.
 
     The tokenizer is sent through this pipe instead of as an argument of the process. `spawn` writes
-    arguments to a different pipe, and the parent also has the reading end of that pipe open. If the
-    new process is killed, writing more than the pipe's buffer can hold would therefore block
-    forever.
+    arguments to a different pipe, whose reading end also stays open in the parent. If the new
+    process were killed, the parent would therefore block forever when it writes more than the
+    pipe's buffer can hold.
     """
 
     def __init__(self, tokenizer_json: str) -> None:
@@ -215,8 +215,8 @@ class _Processes:
     """A pool of encoding processes, and the queue of submitted batches, oldest first.
 
     For each encoding process, a thread of the parent sends batches and receives tokens. The
-    processes do not share pipes or locks. If a process is killed at any moment, even during
-    startup, only its current batch is therefore lost, and a new process encodes that batch again.
+    processes do not share pipes or locks. Therefore, if a process is killed at any moment, even
+    during startup, only its current batch is lost, and a new process encodes that batch again.
     """
 
     def __init__(self, tokenizer: Tokenizer, workers: int) -> None:
@@ -484,8 +484,8 @@ def _oldest(
 def _encode_block(
     texts: list[str], tokenizer_json: str, release: str
 ) -> tuple[bool, list[TokenArray] | DataError]:
-    """Encode a block of text on a node of the Ray cluster. The return value is the same as that of
-    `_answer`.
+    """Encode a block of text on a node of the Ray cluster. The return value has the same form as
+    that of `_answer`.
 
     Args:
         texts: the strings in the block.

@@ -288,7 +288,7 @@ def kind_of(path: Path, ending: str) -> FileKind:
 
 
 def kind_of_content(head: bytes, ending: str) -> FileKind:
-    """Detect the type of a file whose suffix is unknown from its first bytes."""
+    """For a file with an unknown suffix, detect the type from its first bytes."""
     if (found := kind_by_bytes(head)) is not None:
         return found
     if ending == ".json":

@@ -133,7 +133,7 @@ def rows_to_batch(
         dataset: the split.
         rows: indices of the rows.
         seq_len: number of positions per row.
-        fill_id: token id for padding; any id in the vocabulary.
+        fill_id: token id for padding, which can be any id in the vocabulary.
         document_masking: True to number the documents and predict each token only from tokens of
             the same document (see `corpus`).
     """

@@ -331,12 +331,12 @@ def _utf8_of_wide(file: IO[bytes], encoding: str) -> Iterator[bytes]:
 
 
 def bad_byte(byte: int, path: Path) -> str:
-    """Return a message about a byte that is not UTF-8, with the command that converts the file."""
+    """Return a message about an invalid UTF-8 byte, along with a command that converts the file."""
     return f"byte 0x{byte:02x} is not UTF-8{_advice(path, likely_encoding(path))}"
 
 
 def _advice(path: Path, encoding: str | None) -> str:
-    """Return the end of a message, with a command that converts a file to UTF-8."""
+    """Return the end of an error message, with a command that converts the file to UTF-8."""
     name = encoding or "ENCODING"
     # If the file is UTF-8 except for a few bytes, "-c" drops the invalid bytes.
     options = "-c -f UTF-8" if name == "UTF-8" else f"-f {name}"

@@ -66,8 +66,8 @@ ORIGINS_NAME = "{split}-examples.txt"
 
 @dataclass(frozen=True)
 class Packing:
-    """Packed rows of a split for one row length. In this class, an "example" of preference data is
-    a pair.
+    """Packed rows of a split for one row length. For preference data, each "example" in this class
+    is a pair.
 
     Attributes:
         examples: indices of the examples in all rows, row by row, int64 [examples].

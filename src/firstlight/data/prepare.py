@@ -1,9 +1,9 @@
 """Prepare text as token shards: read documents, split them, encode them in parallel and write them
 in order.
 
-The result depends on the inputs, the tokenizer and the options, but not on the engine or the number
-of processes: any idle process can encode a document, but documents are always written in the order
-in which they were read.
+The result depends on the inputs, the tokenizer and the options. It does not depend on the engine or
+the number of processes: any idle process can encode a document, but documents are always written in
+the order in which they were read.
 
 The input `random:TOKENS[:SEED]` prepares random tokens instead of text, for measuring speed and
 memory. The result is an ordinary prepared folder that can be used with any command.
@@ -257,8 +257,8 @@ def _encoder(
 
 
 def look_ahead(documents: Iterator[Record], fraction: Fraction) -> tuple[bool, Iterator[Record]]:
-    """Determine whether there are enough documents to hold out a fraction of them. Return True if
-    there are at least 1/fraction documents, and an iterator over all documents.
+    """Determine whether there are enough documents to hold out a fraction of them. Return two
+    values: whether there are at least 1/fraction documents, and an iterator over all documents.
     """
     wanted = math.ceil(1 / fraction) if fraction else 0
     seen: list[Record] = []
@@ -395,7 +395,7 @@ class _Preparation:
     def _accepted(
         self, records: Iterable[Record], most: int | None = None
     ) -> Generator[Record, None, None]:
-        """Yield at most `most` records, without those that can't be read."""
+        """Yield at most `most` records, skipping any record that can't be read."""
         for number, record in enumerate(self._readable(records), start=1):
             yield record
             # Check before reading the next record, which may require a download.
@@ -428,7 +428,9 @@ class _Preparation:
             self.writer.reject(record, error)
 
     def _within_limits(self, encoded: Encoded) -> Iterator[tuple[TextPiece, TokenArray]]:
-        """Yield the pieces to write, up to `max_tokens`, and count their documents as written."""
+        """Yield the pieces to write, up to `max_tokens` tokens, and count their documents as
+        written.
+        """
 
         def to_the_end() -> Iterator[tuple[TextPiece, TokenArray]]:
             yield from encoded
@@ -686,8 +688,8 @@ def prepare_random(
     """Write shards of uniformly random tokens, in documents of 1,024 tokens, and return the
     manifest.
 
-    The number of text bytes in the manifest is the total size of the individual tokens. Control
-    tokens occur only between documents.
+    The number of text bytes in the manifest is the sum of the sizes of the individual tokens.
+    Control tokens occur only between documents.
 
     Args:
         drawn: the request, with the number of tokens and the seed.

@@ -86,10 +86,11 @@ _MAX_JSON_BYTES = 4 << 30
 _MAX_VALUES, _VALUE_BYTES = 1_000_000, 8
 #: Number of bytes at the beginning of a JSON file from which `kind_of_records` detects its kind.
 _JSON_HEAD_BYTES = 1 << 20
-#: Number of bytes by which each rejected document counts towards the limit `DataSource.most_bytes`.
+#: Size in bytes that is assumed for each rejected document when the limit `DataSource.most_bytes`
+#: is applied.
 _REJECTED_BYTES = 1000
-#: Maximum fraction of the text that a single character can make up. Text in which the fraction is
-#: larger is useless for training.
+#: Maximum fraction of the text that a single character can make up. Text that exceeds this limit is
+#: useless for training.
 COMMON_SHARE = 0.999
 
 #: Number of records at the beginning of a source from which its kind is detected. More than one is
@@ -115,7 +116,7 @@ REASONS = {
 }
 
 
-class Record(NamedTuple):  # A named tuple is four times as fast to create as a frozen dataclass.
+class Record(NamedTuple):  # four times as fast to create as a frozen dataclass
     """A record or a document, or the reason why it could not be read.
 
     Attributes:
@@ -142,9 +143,9 @@ class Record(NamedTuple):  # A named tuple is four times as fast to create as a 
 
 
 def find_records(inputs: Sequence[str | Path]) -> list[DataSource]:
-    """Resolve inputs to files of records and datasets, like `find_sources`. A .txt file that is
-    specified directly is read as conversations written as text, while .txt files in folders are
-    ignored.
+    """Resolve inputs to datasets and files that contain records, like `find_sources`. A .txt file
+    that is specified directly is read as conversations written as text, while .txt files in folders
+    are ignored.
 
     Raises:
         InputError: an input does not exist, matches nothing, or does not contain records.
@@ -185,7 +186,7 @@ def find_splits(
     val_inputs: Sequence[str | Path] = (),
     found: Sequence[DataSource] | None = None,
 ) -> Splits:
-    """Assign the files of records and datasets in the inputs to splits.
+    """Assign the datasets and the files with records in the inputs to splits.
 
     In folders and globs, the split of a file is determined by the names of the file and its
     folders, such as train.jsonl, valid-00000-of-00002.parquet, chats.test.csv or dev/a.json. Files
@@ -636,9 +637,7 @@ def _documents_of(
     text_key: str,
     clean: Callable[[str], tuple[str, tuple[str, ...]]],
 ) -> Iterator[Record]:
-    """Yield the documents in a record, which result from splitting its text at separators and
-    cleaning the parts.
-    """
+    """Split a record's text at separators, clean the parts, and yield the resulting documents."""
     try:
         if record.error is not None:
             raise record.error
@@ -702,7 +701,7 @@ def nothing_read(rejected: Counter[str], first: str) -> str:
 
     Args:
         rejected: number of rejected documents for each reason.
-        first: description of where the first rejected document is, and why it was rejected.
+        first: location of the first rejected document, and the reason why it was rejected.
     """
     if not rejected:
         return "the corpus is empty: the inputs contain no documents"

@@ -336,8 +336,8 @@ class Shard:
         return first + int(np.searchsorted(self.offsets(first, stop), np.uint64(token)))
 
     def check_documents(self) -> None:
-        """Check that the document offsets begin with 0, never decrease and end with N. Keep one out
-        of every `_OFFSETS_HELD` offsets in memory for `documents_before`.
+        """Check that the document offsets begin with 0, never decrease and end with N. Keep every
+        `_OFFSETS_HELD`-th offset in memory for `documents_before`.
 
         Raises:
             DataError: the offsets are damaged.
@@ -563,7 +563,7 @@ class CorpusWriter:
         counts: numbers of "documents", "tokens", "text_bytes" (UTF-8 bytes) and, with `labelled`,
             "learned" (labels), keyed by split.
         rejected: number of rejected documents for each reason.
-        first_rejected: description of where the first rejected document is and why it was rejected;
+        first_rejected: location of the first rejected document, and the reason why it was rejected;
             "" if no documents were rejected.
     """
 

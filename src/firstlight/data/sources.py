@@ -77,8 +77,7 @@ _SHOWN_ENDINGS, _SHOWN_WAYS = 8, 3
 _SKIPPED_FOLDERS = frozenset({"__pycache__", "node_modules"})
 #: Files whose presence identifies a run folder.
 _RUN_FILES = frozenset({"recipe.yaml", "metrics.jsonl"})
-#: Files in folders written by `Dataset.save_to_disk` of the datasets package that do not contain
-#: records.
+#: Files without records in the folders that `Dataset.save_to_disk` of the datasets package writes.
 _DATASET_FILES = frozenset({"dataset_dict.json", "dataset_info.json", "state.json"})
 #: Subfolders of the standard library that are not included in the `stdlib` input.
 _STDLIB_LEFT_OUT = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages"})
@@ -236,8 +235,8 @@ def _resolve(item: str, suffixes: tuple[str, ...]) -> list[DataSource]:
 
 
 def missing_input(item: str) -> str:
-    """Return the error message for an INPUT that does not exist and is not any other valid kind of
-    INPUT.
+    """Return the error message for an INPUT that is neither an existing path nor any other valid
+    kind of INPUT.
     """
     path = Path(item).expanduser()
     if kind := special_kind(path):
@@ -359,7 +358,7 @@ def write_sources(folder: Path, inputs: Sequence[str | Path], options: Sequence[
 
     The names are not stored in the manifest, because the manifest identifies the data and the data
     does not depend on names. If the "cleaned" key is missing, the file was written by an earlier
-    version that never cleaned text, so the corpus was prepared as if with --as-is.
+    version that never cleaned text, so the corpus was prepared as if --as-is had been specified.
 
     Args:
         folder: the folder of the corpus.
@@ -498,7 +497,7 @@ def _reason_unread(path: Path) -> str:
     if special := special_kind(path):
         return f"a {special}"
     try:
-        # Supported text is unread only when preparing conversations.
+        # Text in a supported format is skipped only when conversations are prepared.
         if path.name.lower().endswith(SUFFIXES) or (kind := _file_kind(path)) is OTHER_TEXT:
             return "no conversations"
     except OSError as error:

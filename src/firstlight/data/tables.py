@@ -77,8 +77,8 @@ def read_table(
 
     Args:
         file: stream that contains the decompressed table.
-        path: path of the file. Its suffix and the size of the file are used, and messages contain
-            its name.
+        path: path of the file. It is used to determine the suffix and size of the file, and its
+            name for messages.
         text_key: the column to read; None reads all columns.
 
     Yields:

@@ -256,8 +256,8 @@ def compare(
         seq_len: maximum number of tokens per row. If None, each model uses the value from its
             training. If this value is unknown, the model uses its context length, up to a maximum
             of 1,024.
-        passages: maximum number of passages to return on which the loss increased, and maximum
-            number on which it decreased.
+        passages: maximum number of passages with an increased loss to return. The number of
+            passages with a decreased loss has the same limit.
         max_new_tokens: maximum number of tokens per answer.
         batch_size: number of sequences per forward pass; None uses 4 for rows of text and 32 for
             tasks.
@@ -305,7 +305,7 @@ def compare(
         found = rows_of(name, own, models, seq_len)
         drawn = range(len(found)) if sample is None else sampled_rows(len(found), sample, seed)
         rows[name] = [found[index] for index in drawn]
-    # Errors in the input occur above or in the following line, before the slow computations.
+    # Errors in the input are raised above or in the next line, before the slow computations begin.
     answers = [_answers(one, _listed(prompts), settings) for one in models]
     scored_tasks = [
         evaluate_tasks(
@@ -419,7 +419,7 @@ def rows_of(
     for loaded, limit in zip(models, limits, strict=True):
         require_context(loaded, limit)
     encoders = [_encoder(tokenizer_of(loaded)) for loaded in models]
-    # Encode long documents in pieces if possible, because encodings need much memory.
+    # Encode long documents in pieces if possible, because encodings take a lot of memory.
     cuttable = all(tokenizer.encodes_in_pieces for tokenizer in encoders)
     rows: list[Row] = []
     for number, document in enumerate(documents):
@@ -480,9 +480,9 @@ def _row_edges(
 
 
 def _encoder(tokenizer: Tokenizer) -> Tokenizer:
-    """Return a copy of a tokenizer whose token offsets include leading spaces. GPT-2's
-    post-processor excludes these spaces from the offsets. It is otherwise only needed to add
-    special tokens.
+    """Return a copy of a tokenizer whose token offsets include leading spaces. The copy has no
+    post-processor, because GPT-2's post-processor excludes these spaces from the offsets. A
+    post-processor is otherwise only needed to add special tokens.
     """
     backend = tokenizers.Tokenizer.from_str(tokenizer.backend.to_str())
     backend.post_processor = None
@@ -500,7 +500,7 @@ def _token_ends(tokenizer: Tokenizer, encoding: tokenizers.Encoding, text: str) 
     unknown_id = None if unknown_token is None else tokenizer.backend.token_to_id(unknown_token)
     ends = {0: 0}
     reached = 0
-    # The text before the first token is checked like the text after each token.
+    # Check the text before the first token in the same way as the text after each token.
     ids, offsets = [-1, *encoding.ids], [(0, 0), *encoding.offsets]
     starts = [*(start for start, _ in encoding.offsets), len(text)]
     for count, (token_id, (start, end), following) in enumerate(

@@ -1,6 +1,6 @@
-"""Evaluate the loss, perplexity and bits per byte of a model on a split of prepared data or on a
-sample of its rows, and its loss by token position. By default, a model is evaluated with the data
-and options with which it was trained.
+"""Evaluate the loss, perplexity and bits per byte of a model on a split of prepared data, or on a
+sample of its rows. The loss can also be evaluated by token position. By default, a model is
+evaluated with the data and options with which it was trained.
 """
 
 from __future__ import annotations
@@ -361,13 +361,13 @@ def evaluate_split(
     processes: int = 1,
     **options: Unpack[RowOptions],
 ) -> Evaluation:
-    """Evaluate the rows of a split, which do not overlap. Each token is predicted once, from the
+    """Evaluate the non-overlapping rows of a split. Each token is predicted once, from the
     preceding tokens in its row. With document masking, only preceding tokens of the same document
     are used.
 
     For bits per byte, tokens that are not predicted are assumed to have the mean loss. The losses
-    of the rows are summed without rounding errors. The loss of a single row may differ in its last
-    fp32 digits depending on the batch, so results with different batch sizes can have a relative
+    of the rows are summed without rounding errors. The last fp32 digits of a row's loss can depend
+    on the other rows in its batch, so results for different batch sizes can have a relative
     difference of up to 1e-6.
 
     Args:

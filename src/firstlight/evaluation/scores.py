@@ -131,8 +131,8 @@ def likelihoods(
 
     If context and continuation don't fit into the model's context length, the context is truncated
     from the left. The forward pass over a context is shared by all of its continuations, and
-    contexts of the same length are processed together. The last fp32 digits of the results may
-    differ from the digits that separate passes over each pair would produce.
+    contexts of the same length are processed together. The results may differ in the last fp32
+    digits from those of a separate forward pass for each pair.
 
     Args:
         model: a model in evaluation mode.

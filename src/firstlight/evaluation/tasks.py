@@ -623,7 +623,8 @@ def _metrics(figures: Mapping[str, Any]) -> dict[str, Metric]:
 
 def _item_scores(samples: Iterable[Mapping[str, Any]]) -> dict[str, list[float]]:
     """Return the scores of the individual items, in order, keyed by the same metric names as in
-    `_metrics`. Values that are not numbers, such as the pairs for a perplexity, are omitted.
+    `_metrics`. Values that are not numbers, such as the pairs from which a perplexity is computed,
+    are omitted.
     """
     found: dict[str, list[float]] = {}
     for sample in sorted(samples, key=lambda sample: sample["doc_id"]):

@@ -30,7 +30,7 @@ _HOST = re.compile(r"(\[[0-9a-f:.]+\]|[a-z0-9._-]+)(?::\d{1,5})?")
 CLIENT_GONE = 499
 
 #: Error `type` for each HTTP status. For all other statuses, the type is "invalid_request_error"
-#: below 500 and "server_error" from 500 upwards.
+#: for statuses below 500, and "server_error" for 500 and above.
 _TYPES = {
     401: "authentication_error",
     403: "permission_error",
@@ -113,8 +113,8 @@ class ClientGoneError(RequestError):
 
 
 def header(scope: Scope, name: bytes) -> str | None:
-    """Return the value of a header, whose `name` must be lowercase. Return None if the header is
-    missing, and "" if it occurs more than once.
+    """Return the value of the header called `name`, which must be lowercase. Return None if the
+    header is missing, and "" if it occurs more than once.
     """
     values = [value.decode("latin-1") for key, value in scope["headers"] if key == name]
     if not values:

@@ -107,7 +107,7 @@ def serve_chat(
     def new_session() -> ChatSession:
         return ChatSession(loaded, decoder=decoder, **options)
 
-    new_session()  # Raise any error before serving the page.
+    new_session()  # Check the arguments before serving the page.
     with (
         contextlib.suppress(KeyboardInterrupt),
         listening_socket(address.host, address.port) as listener,

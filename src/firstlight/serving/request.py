@@ -447,8 +447,8 @@ class ChatRequest(GenerationRequest):
             raise _invalid("tool_choice", f"tool_choice needs a tool{named}: add it to tools")
         calls = []
         for number, one in enumerate(functions):
-            # References in the schema are relative to its root, and the schema has moved below a
-            # new root. The text that is replaced contains unescaped quotes, so it can't occur
+            # References in the schema are relative to its root, but the schema is nested below a
+            # new root here. The text that is replaced contains unescaped quotes, so it can't occur
             # inside a JSON string.
             root = f'"$ref": "#/anyOf/{number}/properties/arguments'
             parameters = json.loads(json.dumps(one.parameters or {}).replace('"$ref": "#', root))
@@ -843,7 +843,7 @@ class RequestEncoder:
                 message = "this model's chat template does not support tools: omit tools"
                 raise _invalid("tools", message, "unsupported_parameter")
             found["tools"] = tools
-            if "xml_tools" in (self._tokenizer.chat_template or ""):  # SmolLM3's name for tools.
+            if "xml_tools" in (self._tokenizer.chat_template or ""):  # SmolLM3's variable for tools
                 found["xml_tools"] = tools
         return found
 
@@ -874,8 +874,8 @@ class RequestEncoder:
         Args:
             request: the request.
             prompts: token ids of each prompt.
-            wanted: values of the fields in `SamplingConfig` that differ between completion and chat
-                requests.
+            wanted: values for the fields in `SamplingConfig` that completion and chat requests
+                specify in different ways.
             end_ids: ids of the end-of-text tokens.
             shown: see `Continuation`.
 

@@ -38,7 +38,7 @@ _ChatFinishReason = Literal["stop", "length", "tool_calls"]
 
 
 class Usage(BaseModel):
-    """Token counts. A prompt is counted once for all its choices."""
+    """Token counts. A prompt is counted only once, regardless of its number of choices."""
 
     prompt_tokens: _Count
     completion_tokens: _Count
@@ -329,8 +329,8 @@ class CompletionFormat(ResponseFormat):
 
 
 class ChatFormat(ResponseFormat):
-    """The format `chat.completion` of complete responses, and the format `chat.completion.chunk` of
-    events.
+    """The `chat.completion` format for complete responses, and the `chat.completion.chunk` format
+    for events.
 
     Args:
         answers: format in which the model writes the parts of its answers.

@@ -34,8 +34,8 @@ class ScheduledSequence:
     Attributes:
         text: continuation to generate. After `Scheduler.submit`, only the scheduler's thread is
             allowed to use it.
-        receive: callback that receives the sequence's updates. It must be called by the scheduler's
-            `deliver` callback, because the scheduler itself does not call it.
+        receive: callback that receives the sequence's updates. The scheduler does not call it
+            directly, so the scheduler's `deliver` callback must call it.
         cancelled: True if the sequence is no longer needed.
     """
 
@@ -175,7 +175,7 @@ class Scheduler:
         """Decode a single token after a failure, if no sequence is running.
 
         Clients may stop sending requests to a server that reports a failure. Without this method,
-        such a server would not notice when the cause of the failure disappears.
+        such a server would not notice that the cause of the failure has disappeared.
         """
         with self._changed:
             self._trying = self.failure is not None
@@ -235,10 +235,10 @@ class Scheduler:
                 self._remove(row)
 
     def _join(self) -> list[Update]:
-        """Move waiting sequences to the batch and choose the first token of each. The total length
-        of these sequences' prompts is limited to `pass_tokens` tokens, because the running
-        sequences have to wait while the prompts are computed. At least one sequence can join, even
-        if its prompt is longer.
+        """Move waiting sequences to the batch and choose the first token of each. No more sequences
+        join once their prompts have a total length of at least `pass_tokens` tokens, because the
+        running sequences have to wait while the prompts are processed. At least one sequence can
+        join, regardless of the length of its prompt.
         """
         joining: list[ScheduledSequence] = []
         tokens = 0
@@ -251,8 +251,8 @@ class Scheduler:
         return self._joined(joining) if joining else []
 
     def _joined(self, joining: Sequence[ScheduledSequence]) -> list[Update]:
-        """Compute the prompts of the sequences that have just joined the batch, and return the
-        updates of these sequences.
+        """Process the prompts of the sequences that have just joined the batch, and return the
+        updates for these sequences.
         """
         first = len(self._decoder)
         try:

@@ -134,7 +134,7 @@ def create_app(service: Service, access: Access, on_ready: Callable[[], None]) -
     """
 
     ending = ThreadPoolExecutor(1)
-    ending.submit(int)  # Start the thread while there is enough memory.
+    ending.submit(int)  # Start the thread now, while there is still enough memory.
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -393,7 +393,7 @@ class LimitedProtocol(H11Protocol):
         ]
         if waiting:
             longest = min(waiting, key=lambda connection: connection._phase_start)
-            self.connections.discard(longest)  # Exclude it from the count for new connections.
+            self.connections.discard(longest)  # Make room for a new connection.
             longest.transport.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -438,8 +438,8 @@ class LimitedProtocol(H11Protocol):
         return True
 
     def _probe(self, delay: float = _PROBE_SECONDS) -> None:
-        """Periodically write bytes that clients ignore until the response is complete. Writing to a
-        client that has disconnected closes the connection, which ends the generation for this
+        """Until the response is complete, periodically write bytes that clients ignore. Writing to
+        a client that has disconnected closes the connection, which ends the generation for this
         client.
 
         Args:

@@ -113,7 +113,7 @@ class Service:
         self._large = ThreadPoolExecutor(1, thread_name_prefix="firstlight-large-request")
         self._small = ThreadPoolExecutor(1, thread_name_prefix="firstlight-request")
         for executor in (self._large, self._small):
-            # Start the thread while there is enough memory.
+            # Start the thread now, while there is still enough memory.
             executor.submit(int)
 
     def _make_decoder(self) -> BatchDecoder:
@@ -180,9 +180,9 @@ class Service:
         return sequence * self.scheduler.max_sequences
 
     async def in_thread(self, request: Request, work_on: Callable[[], T]) -> T:
-        """Run a function that processes a request in a worker thread. The thread is selected by the
-        size of the request's body, so that small requests do not wait for large ones. The event
-        loop never waits.
+        """In a worker thread, run a function that processes a request. The thread is selected by
+        the size of the request's body, so that small requests do not wait for large ones. The event
+        loop is never blocked.
 
         Raises:
             ClientGoneError: the client closed the connection.
@@ -202,7 +202,7 @@ class Service:
         except asyncio.CancelledError:  # See `Server`.
             raise stopping() from None
         finally:
-            work.cancel()  # Free the memory of waiting requests' bodies.
+            work.cancel()  # Free the memory that the bodies of waiting requests occupy.
             watcher.cancel()
 
     def _deliver(self, updates: list[Update]) -> None:

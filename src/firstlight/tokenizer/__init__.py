@@ -80,7 +80,7 @@ def train_tokenizer(
             fewer tokens if the corpus contains too few pairs to merge.
         pattern: regular expression that splits text into pre-tokens. Merges never cross the
             boundaries of a match. During training only, a match of more than 256 characters is
-            split further, so no token is longer than that.
+            split further, so no token is longer than 256 characters.
         special_tokens: special tokens, which get the ids 0, 1, ... The first special token is the
             eos token.
 
@@ -150,7 +150,8 @@ def _train(
             if training.done():
                 break
     except BaseException:
-        # The thread ends when it receives this batch or the previous one.
+        # Wake the thread if it is waiting, so that it sees `stopped` and ends. If the queue is
+        # full, a batch in the queue wakes it.
         stopped.set()
         with contextlib.suppress(queue.Full):
             waiting.put_nowait([])

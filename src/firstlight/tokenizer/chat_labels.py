@@ -14,13 +14,13 @@ following characters are labels:
                                        - `end`: the end of the conversation up to this answer,
                                          without the whitespace after its end token
 
-Without blocks, the prompt and the conversation up to the answer are rendered separately, and each
-of the two should be a prefix of the full text. However, some templates render an answer differently
-if more messages follow it. In that case, the answer is located in the full text by the positions of
+Without blocks, the prompt and the conversation up to the answer are rendered separately, and both
+results should be prefixes of the full text. However, some templates render an answer differently if
+more messages follow it. In that case, the answer is located in the full text by the positions of
 its strings (content, reasoning, names and arguments of calls). The answer starts after the
-generation prompt, which is searched for before the first of these strings. To find where the answer
-ends, the conversation up to the answer is rendered, and the part after the last of these strings is
-compared with the full text.
+generation prompt, which is found by searching the text before the first of these strings. To find
+where the answer ends, the conversation up to the answer is rendered, and the part after the last of
+these strings is compared with the full text.
 
 The positions of all strings are found by rendering the conversation again with marks around each
 string. If the marks of a string are missing from the result, the template has omitted this string.
@@ -117,7 +117,7 @@ class _Text:
 
     Attributes:
         message: index of the message that contains the string; -1 for the tools.
-        reason: key of `LOST` for the case that the template omits the string.
+        reason: key of `LOST` that is reported if the template omits the string.
         text: the string without surrounding whitespace.
         marks: the two characters that surround the string in the marked messages.
         place: (start, end) of the string in the rendered text, or None if the template omits it.
@@ -362,7 +362,7 @@ class ChatEncoder:
         train_on: TrainOn,
     ) -> LabelledChat:
         fitted = fit_messages(messages, self._template, text_arguments=self._text_arguments)
-        if "tools" in options and "xml_tools" in self._template:  # SmolLM3's name for tools.
+        if "tools" in options and "xml_tools" in self._template:  # SmolLM3's variable for tools
             options = {**options, "xml_tools": options["tools"]}
         (*marked, own), pattern = protected(
             [*fitted, dict(options)], list(self._special), self._template
@@ -500,7 +500,7 @@ class ChatEncoder:
         if specials and not text[specials[-1].end() : whole].strip():
             return specials[-1].end()
         if (eos := self._tokenizer.eos_token) and text.startswith(eos, whole):
-            return whole + len(eos)  # Turns end only where another begins.
+            return whole + len(eos)  # The eos is written only if another turn follows.
         return whole
 
     def _end_as_alone(self, chat: _Rendered, last: _Text) -> int:
@@ -712,7 +712,7 @@ def turn_end_ids(tokenizer: Tokenizer) -> tuple[int, ...]:
     if tokenizer.chat_template is None:
         return ()
     question, again = {"role": "user", "content": "1"}, {"role": "user", "content": "2"}
-    for more in ([], [again]):  # Some templates end a turn only before the next.
+    for more in ([], [again]):  # Some templates end a turn only if another follows.
         try:
             # The two answers have no characters in common, so the common ending of the two rendered
             # conversations is the end of the turn.

@@ -266,8 +266,8 @@ def _looks_like_tiktoken(content: bytes) -> bool:
 
 
 def _from_tiktoken_ranks(path: Path, content: bytes) -> TokenizerParts:
-    """Read a tiktoken rank file of GPT-2, or one for the split pattern and special tokens of Llama
-    3.
+    """Read a tiktoken rank file for GPT-2, or for a tokenizer with Llama 3's split pattern and
+    special tokens.
 
     The file contains neither the split pattern nor the special tokens, so known vocabularies are
     recognised by their number of ranks. tiktoken repeatedly joins the adjacent pair of tokens whose
@@ -359,14 +359,15 @@ def _sentencepiece_pieces(content: bytes) -> Iterator[tuple[str, float, int]]:
 
 
 def _unsupported_features(content: bytes) -> list[str]:
-    """Return the features of a `ModelProto` that are not supported, because the token ids would
-    differ from those of sentencepiece.
+    """Return the features of a `ModelProto` that are not supported because they would make the
+    token ids differ from those of sentencepiece.
 
     Field 2 of the message is the trainer's specification. Its field 3 is the model type (1 =
-    unigram, 2 = BPE), and its field 24 treats whitespace as a suffix of words. Field 3 of the
-    message is the normalizer's specification. Its field 2 is a character map, its field 3 adds a
-    space before the text, and its field 4 collapses repeated spaces. If a field is missing,
-    sentencepiece's default value is used.
+    unigram, 2 = BPE), and its field 24 specifies whether whitespace is treated as a suffix of
+    words. Field 3 of the message is the normalizer's specification. Its field 2 is a character map,
+    its field 3 specifies whether a space is added before the text, and its field 4 specifies
+    whether repeated spaces are collapsed. If a field is missing, sentencepiece's default value is
+    used.
 
     Raises:
         ValueError, IndexError: the bytes are not a `ModelProto`.
@@ -609,7 +610,7 @@ def _is_known(state: dict[str, Any]) -> bool:
 
 
 def _is_known_frame(step: Any) -> bool:
-    """Return True if a post-processor does not add any tokens, or only tokens that it defines. The
+    """Return True if a post-processor adds only tokens that it defines, or no tokens at all. The
     library panics if a post-processor adds an undefined token.
     """
     if not isinstance(step, dict) or step.get("type") != "TemplateProcessing":
@@ -700,8 +701,8 @@ def _trial_texts() -> Iterator[str]:
 
 
 def encodes_in_pieces(state: dict[str, Any]) -> bool:
-    """Return True if, wherever `_BOUNDARY` matches between `a` and `b`, `a + b` encodes to the ids
-    of `a` followed by the ids of `b`.
+    """Return True if splitting text at a match of `_BOUNDARY` never changes its token ids: `a + b`
+    encodes to the ids of `a` followed by the ids of `b`.
 
     This holds for byte-level BPE with the split pattern of GPT-2 or Llama 3: no match of these
     patterns contains such a boundary, and the patterns do not use look-behind. With such a

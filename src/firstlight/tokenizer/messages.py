@@ -226,8 +226,8 @@ def fit_messages(
 
 
 def _shorten_ids(messages: list[dict[str, Any]]) -> None:
-    """Replace the ids of tool calls with ids of nine letters and digits, and do the same in the
-    results of these calls. Ids that already have this form are kept.
+    """Replace the ids of tool calls, and the references to them in tool results, with ids of nine
+    letters and digits. Ids that already have this form are kept.
     """
     ids: dict[str, str] = {}
     waiting: list[str] = []

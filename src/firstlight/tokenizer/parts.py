@@ -90,7 +90,7 @@ def read_tokenizer(path: Path) -> bytes:
 
 
 def require_few_tokens(path: Path, count: int) -> None:
-    """Reject a vocabulary that is larger than the vocabularies of all known models.
+    """Reject a vocabulary that is larger than that of any known model.
 
     Args:
         path: the tokenizer's file, for the message.
@@ -356,7 +356,7 @@ def _wait_for_threads() -> None:
 
 
 def _remedy(reason: str) -> str:
-    """Return advice to add to the message about an error of the library."""
+    """Return advice to append to the error message when a library call fails."""
     if re.search(r"[Mm]issing .* token from the vocabulary", reason):
         return "add the token that its unk_token names to the vocabulary in tokenizer.json"
     return "fix its tokenizer.json, or use another tokenizer"

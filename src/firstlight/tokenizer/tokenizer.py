@@ -155,8 +155,9 @@ class Tokenizer:
         return cast(dict[str, Any], json.loads(self.backend.to_str()))
 
     def extends(self, other: Tokenizer) -> bool:
-        """Return True if this tokenizer is `other` with additional special tokens, whose ids begin
-        at `other.vocab_size`. In this case, both tokenizers encode any text to the same ids.
+        """Return True if this tokenizer equals `other` except for additional special tokens, whose
+        ids begin at `other.vocab_size`. In this case, both tokenizers encode any text to the same
+        ids.
         """
         state, before = self._state(), other._state()
         if any(state.get(key) != before.get(key) for key in _DECIDING):
@@ -432,8 +433,8 @@ class TextStream:
             self._shrink()
 
     def push(self, token_id: int) -> str:
-        """Add one id. Return the new text that later ids can't change. This is often a word or an
-        empty string.
+        """Add one id. Return the new text that can't be changed by later ids, which is often a word
+        or an empty string.
         """
         if token_id in self._shown:
             return self.finish() + self._shown[token_id]
