@@ -83,10 +83,14 @@ class Child:
             sys.setprofile(None)
             self.result["events"] = self._events
 
-    def _train(self, *arguments: Any, **options: Any) -> Any:
+    def _train(self, *arguments: Any, on_step: Callable[..., None], **options: Any) -> Any:
+        def on_both(record: Mapping[str, Any]) -> None:
+            on_step(record)
+            self._on_step(record)
+
         # A forecast would be most of these runs.
         options |= {"progress": False, "forecaster": None}
-        return train(*arguments, **options, on_step=self._on_step)
+        return train(*arguments, **options, on_step=on_both)
 
     def _on_step(self, record: Mapping[str, Any]) -> None:
         run = Path(self.recipe).with_suffix("")

@@ -107,7 +107,11 @@ def test_makefile_says_how_to_run_the_printed_commands(tmp_path: Path, target: s
     for name in ("constraints.txt", "pyproject.toml", ".venv/demo-ready", ".venv/tour-ready"):
         (tmp_path / name).touch()
     made = subprocess.run(
-        ["make", target], cwd=tmp_path, capture_output=True, encoding="utf-8", check=True
+        ["make", "--no-print-directory", target],
+        cwd=tmp_path,
+        capture_output=True,
+        encoding="utf-8",
+        check=True,
     )
     *_, done, last = made.stdout.splitlines()
     assert done == "done"
