@@ -424,7 +424,8 @@ def _out_of_memory(arguments: Sequence[str], error: BaseException) -> str:
 
 
 def _environment(verb: Sequence[str]) -> dict[str, str]:
-    """Return the environment variables to set for a subcommand, unless the user has set them."""
+    """Return the environment variables to set for a subcommand, without those that the user has
+    set."""
     if set(verb) & {"train", "plan", "tune", "eval"}:
         # `plan` and `tune` need the same environment variables as training. `plan` measures
         # operators under the same conditions, and `tune` trains models in its trials.

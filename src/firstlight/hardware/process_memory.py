@@ -86,8 +86,9 @@ def peaks(device: torch.device, level: int) -> tuple[int, int]:
 
 
 #: Time in seconds between two readings of the allocator's counters. The first constant applies to
-#: the first steps, and the second to later steps. Later steps are read less often, because their
-#: speed is measured. One reading took 0.4 ms with the demo's recipe on 2 cores of an AMD EPYC.
+#: the first steps, and the second to later steps. In later steps, the counters are read less often,
+#: because the speed of these steps is measured. One reading took 0.4 ms with the demo's recipe on 2
+#: cores of an AMD EPYC.
 _DENSE_SECONDS, _SPARSE_SECONDS = 0.005, 0.1
 
 

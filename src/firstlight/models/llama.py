@@ -64,7 +64,7 @@ class LlamaAttention(SelfAttention):
     """Grouped-query self-attention (Ainslie et al. 2023, arXiv 2305.13245) with rotary positions.
 
     Attributes:
-        norm_class: class of the norms of queries and keys, for families that have such norms.
+        norm_class: norm that is applied to queries and keys, in families with QK-norm.
     """
 
     norm_class: ClassVar[type[nn.Module]] = RMSNorm

@@ -597,8 +597,8 @@ class Qwen3Next(Llama):
     residual_projections = ("o_proj.", "out_proj.", "down_proj")
 
     def init_weights(self, generator: torch.Generator, init: InitConfig | None = None) -> None:
-        """Draw the initial weights as in `LanguageModel.init_weights`. The parameters of the decays
-        are initialised as in Hugging Face's class."""
+        """Draw the initial weights as in `LanguageModel.init_weights`. The decay parameters are
+        initialised as in the Hugging Face implementation."""
         super().init_weights(generator, init)
         for module in self.modules():
             if isinstance(module, GatedDeltaNet):

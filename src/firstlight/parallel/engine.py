@@ -1,4 +1,4 @@
-"""Define the interface of engines, and the engines that keep the whole model on each process.
+"""The engine interface, and the engines that keep a full copy of the model in each process.
 
 An engine distributes one plain model over the processes of a run. It wraps or shards the model,
 combines gradients, and gathers weights and optimizer state for checkpoints.

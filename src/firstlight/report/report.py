@@ -592,7 +592,7 @@ def _figures(run: RunRecord, findings: Sequence[Finding]) -> list[dict[str, Any]
 
 
 def _evaluation_figure(metrics: Metrics) -> dict[str, Any] | None:
-    """Return the chart of the benchmark accuracies as functions of the step. Return None if there
+    """Return a chart of the benchmark accuracies by step, or None if there
     were fewer than two evaluations."""
     lines = []
     for number, key in enumerate(accuracies(metrics)):

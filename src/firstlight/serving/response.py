@@ -1,6 +1,6 @@
-"""Response models and response formats. FastAPI generates the OpenAPI document from the models. A
-response format writes a response, including log-probabilities if the request asks for them. The
-response is written as a single body or as server-sent events.
+"""Response models and response formats. FastAPI generates the OpenAPI document from the models. The
+response formats serialise results, with log-probabilities if requested, as a single body or as
+server-sent events.
 """
 
 from __future__ import annotations

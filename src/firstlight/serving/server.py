@@ -565,8 +565,8 @@ class Server(uvicorn.Server):
         for connection in list(self.server_state.connections):
             if isinstance(connection, LimitedProtocol) and connection.flow.write_paused:
                 connection.transport.abort()  # The client is not reading.
-        # Cancel the other requests after a short delay. By then, the requests of the aborted
-        # connections have ended without a response, because they can't be answered.
+        # Wait briefly until the requests of the aborted connections have ended without a response.
+        # Then cancel the remaining requests.
         asyncio.get_running_loop().call_later(_CANCEL_SECONDS, self._cancel_requests)
 
     def _cancel_requests(self) -> None:

@@ -286,7 +286,7 @@ def training_loop(
             break  # A resumed run repeats the unfinished evaluation.
         except DataError as error:
             # The validation split is damaged. With several processes, only the process that read
-            # the damaged part gets this error, so they can't save a checkpoint together.
+            # the damaged part raises this error, so the processes can't save a checkpoint.
             if engine.world.size > 1:
                 raise
             run.unreadable = run.stopped_by = str(error)

@@ -488,9 +488,9 @@ class _LogView(View):
 
 
 class _TerminalView(View):
-    """Draws the progress in a terminal, using a thread of the rich library. The small view takes
-    the last row. The large view takes several rows and includes the loss curve and the last sample
-    text.
+    """Draws the progress in a terminal, from a background thread of the rich library. The small
+    view takes the last row. The large view takes several rows and includes the loss curve and the
+    last sample text.
     """
 
     def __init__(self, progress: RunProgress, target: Console, *, is_large: bool) -> None:

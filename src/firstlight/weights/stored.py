@@ -507,8 +507,8 @@ class PackedTensor:
         return experts, blocks * 2 * count, rows
 
     def has_values_of(self, other: object) -> bool:
-        """Return False. This method is called only to compare the output head and the embedding,
-        which are never stored in MXFP4.
+        """Always return False, because this method is only called to compare the output head and
+        the embedding, which are never stored in MXFP4.
         """
         return False
 
