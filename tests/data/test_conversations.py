@@ -579,6 +579,25 @@ def test_read_records_json_file_with_tools_beside_records_keeps_them(
     ]
 
 
+def test_read_records_json_file_with_train_false_beside_records_excludes_them(
+    tmp_path: Path,
+) -> None:
+    content = {"messages": [say("a", "b")] * 2, "train": False}
+    (tmp_path / "a.json").write_text(json.dumps(content))
+    for record in read_records(find_records([tmp_path / "a.json"])):
+        with pytest.raises(BadRecordError, match="`train` is false"):
+            to_conversation(record.value)
+
+
+def test_read_records_json_file_with_too_few_system_messages_raises_input_error(
+    tmp_path: Path,
+) -> None:
+    content = {"messages": [say("a", "b")] * 3, "system": ["x", "y"]}
+    (tmp_path / "a.json").write_text(json.dumps(content))
+    with pytest.raises(InputError, match="2 values of `system` for 3 records: give one per record"):
+        list(read_records(find_records([tmp_path / "a.json"])))
+
+
 def test_read_records_json_file_of_columns_with_nulls_in_first_row_yields_rows(
     tmp_path: Path,
 ) -> None:

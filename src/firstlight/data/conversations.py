@@ -217,7 +217,7 @@ def _learned_fields(record: object) -> dict[str, Any]:
     if not isinstance(record, Mapping):
         raise BadRecordError("wrong_type", f"{_kind(record)}, not an object")
     fields = record_fields(record)
-    for key in (*_LEARNED, *(["label"] if "completion" in fields else [])):
+    for key in (*LEARNED, *(["label"] if "completion" in fields else [])):
         if str(fields.get(key)).lower() in _OFF:
             raise BadRecordError("not_learned", f"`{key}` is {str(fields[key]).lower()}")
     if str(fields.get("weight", 1)).lower() not in _ON:
@@ -547,7 +547,7 @@ def _checked(messages: list[dict[str, Any]]) -> Conversation:
 
 #: Keys that specify whether a message or record is trained on, as used in datasets for OpenAI,
 #: axolotl and ms-swift.
-_LEARNED = ("weight", "train", "training", "loss")
+LEARNED = ("weight", "train", "training", "loss")
 #: Values of these keys for messages that are excluded (`_OFF`) and included (`_ON`), in lower case.
 #: All of them are strings, because tables store these values as strings.
 _OFF, _ON = ("0", "0.0", "false"), ("1", "1.0", "true")
@@ -555,19 +555,19 @@ _OFF, _ON = ("0", "0.0", "false"), ("1", "1.0", "true")
 #: used if its value is not a string. Any other string is considered used if it occurs in a message
 #: and has more than `_CHANCE_CHARACTERS` characters, which is too long for a coincidence.
 _USED_FIELDS = {"history", "tools", "functions", "chat_template_kwargs", "label"}.union(
-    MESSAGE_FIELDS, SYSTEM_FIELDS, THOUGHTS, REASONING_FIELDS, _LEARNED, *PAIR_FIELDS
+    MESSAGE_FIELDS, SYSTEM_FIELDS, THOUGHTS, REASONING_FIELDS, LEARNED, *PAIR_FIELDS
 )
 _VALUE_FIELDS = {*QUESTION_FIELDS, *ANSWER_FIELDS, *CONTEXT_FIELDS, *_TURN_FIELDS}
 _CHANCE_CHARACTERS = 40
 
 
 def _with_weights(messages: list[dict[str, Any]]) -> Conversation:
-    """Return the messages as a conversation, without their `_LEARNED` keys. If one of these keys is
+    """Return the messages as a conversation, without their `LEARNED` keys. If one of these keys is
     0 or false in an answer, the answer is excluded from the loss.
     """
     masked = set()
     for index, message in enumerate(messages):
-        for key in _LEARNED:
+        for key in LEARNED:
             value = str(message.get(key, 1)).lower()
             if value not in (*_OFF, *_ON):
                 raise BadRecordError(
@@ -578,7 +578,7 @@ def _with_weights(messages: list[dict[str, Any]]) -> Conversation:
     if all(i in masked for i, one in enumerate(messages) if one["role"] in _ANSWERING):
         raise BadRecordError("not_learned", "all of its answers have weight 0 or `train: false`")
     return Conversation(
-        [{k: v for k, v in message.items() if k not in _LEARNED} for message in messages],
+        [{k: v for k, v in message.items() if k not in LEARNED} for message in messages],
         frozenset(masked),
     )
 

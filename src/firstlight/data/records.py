@@ -29,6 +29,7 @@ import pydantic_core
 
 from firstlight.data.cleaning import CHAT, SUBTITLES, TRANSCRIPT, cleaned, split_documents
 from firstlight.data.conversations import (
+    LEARNED,
     BadRecordError,
     control_tokens,
     is_messages,
@@ -433,14 +434,7 @@ def _records_in(value: Any, *, is_inner: bool = False) -> list[Any]:
             and not _is_turn(entries[0], value, name)
         ):
             if isinstance(entries[0], list):
-                columns = {
-                    key: one
-                    for key, one in value.items()
-                    if isinstance(one, list)
-                    and len(one) == len(entries)
-                    and not (key in TOOLS and isinstance(one[0], dict))  # tools of all records
-                }
-                entries = _rows_of_columns(columns)
+                entries = _conversations_in_columns(value, len(entries))
             return _with_shared(value, entries)
     if conversation_kind(value) is not None:
         rows = _rows_of_columns(value)
@@ -474,11 +468,34 @@ def _records_in(value: Any, *, is_inner: bool = False) -> list[Any]:
     return _with_shared(value, next(iter(lists.values()), [value]))
 
 
-def _with_shared(value: dict[str, Any], records: list[Any]) -> list[Any]:
-    """Return the records of a file. If the file specifies a system message or tools for all
-    records, add them to each record that does not contain its own.
+def _conversations_in_columns(value: dict[str, Any], count: int) -> list[Any]:
+    """Return the records in an object whose lists of `count` values are the columns.
+
+    Raises:
+        ValueError: the object contains a different number of system messages or loss weights.
     """
-    kinds: tuple[tuple[Sequence[str], type], ...] = ((SYSTEM_FIELDS, str), (TOOLS, object))
+    columns: dict[str, Any] = {}
+    for key, one in value.items():
+        for_all = key in TOOLS and isinstance(one, list) and bool(one) and isinstance(one[0], dict)
+        if isinstance(one, list) and len(one) == count and not for_all:
+            columns[key] = one
+        elif isinstance(one, list) and field_name(key) in (*SYSTEM_FIELDS, *LEARNED):
+            raise ValueError(
+                f"it has {len(one)} values of `{key}` for {count} records: give one per record, "
+                "or a single one for all"
+            )
+    return _rows_of_columns(columns)
+
+
+def _with_shared(value: dict[str, Any], records: list[Any]) -> list[Any]:
+    """Return the records of a file. If the file specifies a system message, tools or a loss weight
+    for all records, add them to each record that does not contain its own.
+    """
+    kinds: tuple[tuple[Sequence[str], type | tuple[type, ...]], ...] = (
+        (SYSTEM_FIELDS, str),
+        (TOOLS, object),
+        (LEARNED, (bool, int, float, str)),
+    )
     for fields, kind in kinds:
         shared = {
             key: one
