@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 from firstlight.tokenizer import Tokenizer
 from firstlight.tokenizer.chat_template import CHAT_TEMPLATES, required_tokens
@@ -107,6 +109,15 @@ def with_template(tokenizer: Tokenizer, name: str) -> Tokenizer:
 def with_chatml_like(tokenizer: Tokenizer, template: str) -> Tokenizer:
     """The tokenizer with a template that writes ChatML's tokens."""
     return tokenizer.extended(required_tokens("chatml"), template)
+
+
+def draw_weights(model: nn.Module, seed: int, scale: float) -> None:
+    """Draw all parameters of a model from a normal distribution with a standard deviation of
+    `scale`."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(0.0, scale, generator=generator)
 
 
 def say(*contents: str, system: str | None = None) -> list[dict[str, Any]]:

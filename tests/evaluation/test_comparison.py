@@ -16,6 +16,7 @@ import pytest
 import tokenizers
 import torch
 
+from builders import draw_weights
 from firstlight import compare, evaluate, train
 from firstlight.data.prepare import prepare
 from firstlight.errors import ConfigError, DataError, FirstlightError, InputError
@@ -45,10 +46,7 @@ def make_model(folder: Path, tokenizer: Tokenizer, seed: int, context: int = 64)
         max_position_embeddings=context,
     )
     model = empty_model(config).eval()
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.normal_(0.0, 0.4, generator=generator)
+    draw_weights(model, seed, 0.4)
     return LoadedModel(model, tokenizer, (), folder, trained_on={})
 
 

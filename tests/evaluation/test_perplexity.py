@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from builders import draw_weights
 from firstlight.checkpoint.checkpoint import Checkpoint, save_checkpoint
 from firstlight.data.corpus import TokenDataset, num_rows
 from firstlight.data.prepare import prepare
@@ -43,10 +44,7 @@ CONFIG = LlamaConfig(
 @pytest.fixture(scope="module")
 def model() -> Model:
     model = empty_model(CONFIG).eval()
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.normal_(0.0, 0.4, generator=generator)
+    draw_weights(model, 0, 0.4)
     return model
 
 

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 from torch import Tensor
 
+from builders import draw_weights
 from firstlight.checkpoint.checkpoint import Checkpoint, save_checkpoint
 from firstlight.cli.main import main
 from firstlight.data.corpus import TokenDataset, num_rows
@@ -56,10 +57,7 @@ def model() -> Model:
         max_position_embeddings=32,
     )
     model = empty_model(config).eval()
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.normal_(0.0, 0.4, generator=generator)
+    draw_weights(model, 0, 0.4)
     return model
 
 

@@ -16,6 +16,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from builders import draw_weights
 from firstlight.checkpoint.selection import list_checkpoints
 from firstlight.cli.main import main
 from firstlight.errors import (
@@ -74,10 +75,7 @@ _CONFIGS: dict[str, ModelConfig] = {
 
 def random_model(config: ModelConfig) -> Model:
     model = empty_model(config).eval()
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.normal_(0.0, 0.4, generator=generator)
+    draw_weights(model, 0, 0.4)
     return model
 
 

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from builders import draw_weights
 from firstlight.errors import ConfigError, ModelError
 from firstlight.generation import batch
 from firstlight.generation.batch import BatchDecoder, RaggedSteps, RecordedSteps
@@ -90,10 +91,7 @@ FAMILIES: dict[str, ModelConfig] = {
 def new_model(config: ModelConfig, vocab_multiple: int = 1) -> Model:
     """Return a model with weights large enough that continuations are not constant."""
     model = empty_model(config, vocab_multiple).eval()
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.normal_(0.0, 0.4, generator=generator)
+    draw_weights(model, 1, 0.4)
     return model
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from builders import draw_weights
 from firstlight.errors import ConfigError
 from firstlight.generation.batch import BatchDecoder
 from firstlight.generation.beams import beam_search
@@ -36,10 +37,7 @@ def random_model(seed: int, vocab_size: int, context: int = 32, scale: float = 0
         max_position_embeddings=context,
     )
     model = empty_model(config).eval()
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.normal_(0.0, scale, generator=generator)
+    draw_weights(model, seed, scale)
     return model
 
 

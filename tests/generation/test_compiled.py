@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from builders import draw_weights
 from firstlight.errors import ConfigError
 from firstlight.generation import batch
 from firstlight.generation.batch import BatchDecoder, RaggedSteps, RecordedSteps
@@ -34,10 +35,7 @@ _SLOW_KINDS = [pytest.param(kind, marks=pytest.mark.slow) for kind in ("mistral"
 
 def new_model(config: ModelConfig) -> Model:
     model = empty_model(config).eval()
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.normal_(0.0, 0.3, generator=generator)
+    draw_weights(model, 1, 0.3)
     return model
 
 

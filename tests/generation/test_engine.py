@@ -9,6 +9,7 @@ import pytest
 import safetensors.torch
 import torch
 
+from builders import draw_weights
 from firstlight.checkpoint.checkpoint import Checkpoint, save_checkpoint
 from firstlight.errors import CheckpointError, ConfigError, ModelError, TokenizerError
 from firstlight.generation.config import SamplingConfig
@@ -43,10 +44,7 @@ GREEDY = SamplingConfig(max_new_tokens=20, temperature=0)
 def new_model(config: ModelConfig) -> Model:
     """Return a model with weights large enough that continuations are not constant."""
     model = empty_model(config).eval()
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.normal_(0.0, 0.6, generator=generator)
+    draw_weights(model, 1, 0.6)
     return model
 
 

@@ -20,6 +20,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from builders import draw_weights
 from firstlight.checkpoint.checkpoint import Checkpoint, save_checkpoint
 from firstlight.data.corpus import TokenDataset, num_rows
 from firstlight.data.loader import Batch, rows_to_batch
@@ -136,10 +137,7 @@ def valid(batch: Batch) -> list[tuple[list[int], list[int]]]:
 def ready(config: ModelConfig) -> Model:
     """Return an fp64 model in which every parameter affects the output."""
     model = empty_model(config).double().eval()
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.normal_(0.0, 0.3, generator=generator)
+    draw_weights(model, 0, 0.3)
     return model
 
 

@@ -447,7 +447,7 @@ class TokenDataset(Corpus):
 # therefore contain more than n * w - 1 and fewer than n * w + 1 rows of the corpus.
 #
 # Each corpus provides its rows in the same order as if it were used alone, and reshuffles them in
-# each of its own epochs.
+# each epoch over the corpus.
 
 #: Maximum period in rows. It is limited because the order of the corpora in a period is kept in
 #: memory.

@@ -28,8 +28,8 @@ from firstlight.errors import MissingDependencyError
 if TYPE_CHECKING:
     from charset_normalizer import CharsetMatch
 
-#: A compressed file can have a decompressed size of at most this number of bytes or this multiple
-#: of its own size, whichever is larger. Text is usually 3 to 10 times as large as its compressed
+#: The decompressed size of a file is limited to this number of bytes or this multiple of the
+#: compressed size, whichever is larger. Text is usually 3 to 10 times as large as its compressed
 #: form, and logs are up to 50 times as large.
 _MOST_UNPACKED_BYTES, _MOST_UNPACKED_TIMES = 50_000_000, 100
 #: Number of bytes added to the decompressed size for each line, because each line may be a document

@@ -195,9 +195,9 @@ class Row:
         text: text of the row.
         edges: positions of the segment boundaries in the text, int32 [segments + 1].
         ids: token ids of each model, int32 [tokens].
-        counts: for each model, the number of tokens before each segment boundary, int32
-            [segments + 1].
-        bits: for each model, the loss of each segment in bits, fp64 [segments]; empty until
+        counts: number of tokens before each segment boundary, one array int32 [segments + 1]
+            per model.
+        bits: loss of each segment in bits, one array per model, fp64 [segments]; empty until
             `score_rows` is called.
     """
 
@@ -456,8 +456,8 @@ def _row_edges(
     many segments as fit into the limits.
 
     Args:
-        counts: for each model, the number of tokens before each segment boundary.
-        limits: for each model, the maximum number of tokens per row.
+        counts: number of tokens before each segment boundary, one array per model.
+        limits: maximum number of tokens per row, one number per model.
         place: name of the document, for the error message.
 
     Raises:

@@ -67,7 +67,7 @@ class MemoryPrediction:
             fragmentation. On a CPU, this is equal to `peak_bytes`.
         overhead_bytes: GPU memory of the CUDA context and of libraries, which the allocator does
             not count.
-        host_bytes: for a GPU, size of the offloaded tensors in host memory, in bytes.
+        host_bytes: size in bytes of the tensors that a GPU run offloads to host memory.
         operators: operators and their numbers of calls in the last optimizer step, evaluation batch
             or decoding step.
         notes: assumptions of the prediction, as shown to the user.

@@ -71,8 +71,8 @@ class Trace:
     Attributes:
         storages: storages in the order of their creation.
         operators: distinct operators in the order of their first call.
-        calls: for each tick, the index of the called operator in `operators`.
-        phases: for each tick, the index of the current phase in `phase_names`.
+        calls: index of the called operator in `operators`, one per tick.
+        phases: index of the current phase in `phase_names`, one per tick.
         segments: (first tick, last tick) of each forward pass that autograd records.
         recomputations: (first tick, last tick) of each recomputed forward pass within a backward
             pass.
