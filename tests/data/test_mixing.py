@@ -16,9 +16,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from firstlight.data.corpus import (
+    FIRST_REPLAY_SHARE,
     MAX_PERIOD,
     CorpusPart,
     MixedDataset,
+    ReplayedDataset,
     TokenDataset,
     Turns,
     num_rows,
@@ -301,3 +303,55 @@ def test_mix_manifest_contains_corpora_and_weights(datasets: list[TokenDataset])
     manifests.append(mixed([datasets[1], datasets[0], datasets[2]], 1, 1, 1).manifest)
     assert len({str(manifest) for manifest in manifests}) == 4
     assert mixed(datasets, 7, 3, 5).identity() == {"mix": "7:3:5"}
+
+
+# Replay: rows of kept text among the rows of new text, with a share that can change in a run
+
+
+@given(
+    change=st.integers(0, 120),
+    share=st.sampled_from([0.0, 0.05, 0.1, 0.25]),
+    first=st.sampled_from([None, 0.0, 0.05, 0.3]),
+)
+@settings(max_examples=60)
+def test_replay_share_is_exact_before_and_after_change(
+    change: int, share: float, first: float | None, datasets: list[TokenDataset]
+) -> None:
+    new, kept = datasets[1:]
+    replayed = ReplayedDataset(new, kept, first)
+    plain = ReplayedDataset(new, kept, first)
+    replayed.change_share(change, share)
+    before = FIRST_REPLAY_SHARE if first is None else first
+    found = [replayed.row_at(position, SEQ_LEN, 7) for position in range(change + 100)]
+    assert found[:change] == [plain.row_at(position, SEQ_LEN, 7) for position in range(change)]
+    counts = [sum(one is kept for one, _ in part) for part in (found[:change], found[change:])]
+    assert abs(counts[0] - before * change) < 1
+    assert abs(counts[1] - share * 100) < 1
+    # Each corpus is read in its own order, without a gap at the change.
+    for corpus in (new, kept):
+        own = [row for one, row in found if one is corpus]
+        assert own == [corpus.row_at(n, SEQ_LEN, 7)[1] for n in range(len(own))]
+        name = "new" if corpus is new else "kept"
+        epochs = replayed.epochs_by_corpus(len(found), SEQ_LEN)[name]
+        assert epochs == len(own) / corpus.num_rows(SEQ_LEN)
+
+
+def test_replay_epoch_has_as_many_rows_as_new_text(datasets: list[TokenDataset]) -> None:
+    replayed = ReplayedDataset(datasets[0], datasets[1], 0.25)
+    assert replayed.num_rows(SEQ_LEN) == datasets[0].num_rows(SEQ_LEN)
+    assert not replayed.is_open
+
+
+def test_loader_read_again_returns_rows_of_new_share(datasets: list[TokenDataset]) -> None:
+    new, kept = datasets[1:]
+    replayed = ReplayedDataset(new, kept, None)
+    with TokenLoader(replayed, SEQ_LEN, 2, 7, workers=2, prefetch=6) as loader:
+        for _ in range(3):
+            loader.next_batch()
+        replayed.change_share(4, 0.5)
+        loader.read_again(4)
+        found = loader.next_batch().input_ids.tolist()
+    expected = [replayed.row_at(position, SEQ_LEN, 7) for position in (4, 5)]
+    assert sorted(one is kept for one, _ in expected) == [False, True]
+    texts = [one[row * SEQ_LEN : (row + 1) * SEQ_LEN].tolist() for one, row in expected]
+    assert found == texts

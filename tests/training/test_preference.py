@@ -13,12 +13,13 @@ import numpy as np
 import pytest
 import torch
 
-from builders import draw_text, say, with_template, write_lines
+from builders import draw_text, make_texts, say, with_template, write_lines
 from firstlight.checkpoint.checkpoint import load_trainer_state
 from firstlight.data.chat import ChatOptions, prepare_chat
 from firstlight.data.conversations import BadRecordError, to_pair
 from firstlight.data.loader import Batch, rows_to_batch
 from firstlight.data.packing import PreferenceDataset, open_split
+from firstlight.data.prepare import prepare
 from firstlight.errors import CheckpointError, ConfigError, DataError
 from firstlight.evaluation.perplexity import evaluate
 from firstlight.lora.loading import LoadedModel, base_identity, load_model
@@ -26,6 +27,7 @@ from firstlight.models import LlamaConfig, Model, build_model
 from firstlight.optim.config import OptimizerConfig
 from firstlight.optim.optimizer import Optimizer
 from firstlight.recipe import PreferenceConfig, parse_recipe
+from firstlight.report.summary import kept_result
 from firstlight.run_log.reader import read_json_lines
 from firstlight.tokenizer import Tokenizer
 from firstlight.training.loop import train
@@ -412,6 +414,24 @@ def test_preference_run_starts_at_log_2_and_learns(
     assert lines[-1]["val/loss"] == pytest.approx(np.mean(losses), rel=1e-4)
     with pytest.raises(DataError, match="contains preference pairs"):
         evaluate(folder_of(pairs))
+
+
+def test_preference_run_measures_kept_text(
+    pairs: dict[str, Any], base: Path, tmp_path: Path
+) -> None:
+    old = write_lines(tmp_path / "old.jsonl", [{"text": text} for text in make_texts(40)])
+    prepare([old], base, tmp_path / "old")
+    pairs["data"]["keep"] = str(tmp_path / "old")
+    train(pairs, init_from=base)
+    found = [line for line in records_of(pairs) if "kept/bits_per_byte" in line]
+    assert [line["step"] for line in found] == [0, 6, 12]
+    plain = evaluate(base, tmp_path / "old", seq_len=CONTEXT, document_masking=True)
+    assert found[0]["kept/bits_per_byte"] == pytest.approx(plain.bits_per_byte, rel=0.01)
+    sums = {one["step"]: one["val/loss"] + one["kept/bits_per_byte"] for one in found[1:]}
+    result = kept_result(folder_of(pairs))
+    assert result is not None
+    assert (result.new, result.step) == (None, min(sums, key=sums.__getitem__))
+    assert str(result).startswith("kept text: ")
 
 
 def test_preference_accumulated_batches_give_same_run(

@@ -56,6 +56,8 @@ TEXT_OPTIONS = (
     "text_key",
     "val_inputs",
     "as_is",
+    "keep",
+    "replay",
 )
 
 
@@ -67,7 +69,7 @@ text_options = grouped(
     click.option(
         "--size",
         metavar="SIZE",
-        help="With texts: tiny, small, medium, large, xl, or a number of parameters such as 10M.",
+        help="With texts: tiny to xl, or such as 10M.",
     ),
     click.option(
         "--plan-only", is_flag=True, help="With texts: show the plan of the run and exit."
@@ -84,9 +86,21 @@ text_options = grouped(
         "val_inputs",
         multiple=True,
         metavar="INPUT",
-        help="With texts: validation texts, instead of a held-out part of INPUT.",
+        help="With texts: separate texts for validation.",
     ),
     as_is_option,
+    click.option(
+        "--keep",
+        multiple=True,
+        metavar="INPUT",
+        help="With texts and --init-from: text not to forget.",
+    ),
+    click.option(
+        "--replay",
+        type=float,
+        metavar="SHARE",
+        help="With --init-from: share of kept text.",
+    ),
 )
 
 
@@ -144,7 +158,8 @@ def train_texts_command(
             "texts are prepared by one process: omit --nproc, stop the run once it trains, and "
             "continue with firstlight train RUN_FOLDER/recipe.yaml --resume --nproc N"
         )
-    names = ("budget", "tokens", "steps", "size", "init_from", "val_inputs", "as_is")
+    names = ["budget", "tokens", "steps", "size", "init_from", "val_inputs", "as_is"]
+    names += ["keep", "replay"]
     asked = {name: options[name] for name in names}
     asked |= {"overrides": overrides, "text_key": options["text_key"] or "text"}
     if options["plan_only"]:
@@ -566,6 +581,7 @@ def _cooled(
 def _show(result: TrainResult) -> None:
     """Print the result of a run, and commands that use the trained model."""
     from firstlight.from_texts.result import command_lines, first_words, model_commands
+    from firstlight.report.summary import kept_result
     from firstlight.run_log.names import REPORT_NAME, SAMPLES_NAME
     from firstlight.run_log.reader import last_start, sound_json_lines
 
@@ -588,6 +604,8 @@ def _show(result: TrainResult) -> None:
             rows.append(("bits per byte", f"{result.evaluation.bits_per_byte:.4f} {text}"))
     if result.best_checkpoint not in (None, result.checkpoint):
         rows.append(("best checkpoint", result.best_checkpoint))
+    if kept := kept_result(result.run_folder):
+        rows.append(("kept text", kept))
     show_rows(rows)
     if result.stopped_by is None and not result.diverged:
         samples, _ = sound_json_lines(result.run_folder / SAMPLES_NAME)

@@ -574,7 +574,7 @@ class MixedDataset(Corpus):
         first = datasets[0]
         for number, dataset in enumerate(datasets):
             assert dataset.split == first.split
-            _require_same_tokenizer(first, dataset)
+            require_same_tokenizer(first, dataset)
             if dataset.manifest in [other.manifest for other in datasets[:number]]:
                 raise DataError(
                     f"{dataset.folder} is in the mix twice: list it once, with the sum of the "
@@ -638,7 +638,104 @@ class MixedDataset(Corpus):
         }
 
 
-def _require_same_tokenizer(first: TokenDataset, other: TokenDataset) -> None:
+@dataclass(frozen=True)
+class _Stage:
+    """Part of a run in which kept text has a constant share of the rows.
+
+    Attributes:
+        start: position of the first row of the stage.
+        turns: schedule of the stage. Its corpora are the new text and, if the share of kept text
+            is above 0, the kept text.
+        before: number of rows of each corpus before the stage.
+    """
+
+    start: int
+    turns: Turns
+    before: tuple[int, int]
+
+    def counts(self, position: int) -> list[int]:
+        counts = self.turns.counts(position - self.start)
+        return [n + more for n, more in zip(self.before, [*counts, 0][:2], strict=True)]
+
+
+class ReplayedDataset(MixedDataset):
+    """Rows of new text, some of which are replaced with rows of kept text ("replay"), so that the
+    model does not forget the kept text. The share of kept text can change during a run.
+
+    An epoch has as many rows as the new text. A larger share of kept text therefore does not make
+    the run longer, but shows the model less of the new text.
+
+    Args:
+        new: split of the new text, conversations included.
+        kept: split of the kept text.
+        share: fraction of the rows that are kept text, at least 0 and below 1. None starts with
+            `FIRST_REPLAY_SHARE`; `change_share` then sets the share of the remaining rows.
+
+    Attributes:
+        is_open: True until the share is set.
+
+    Raises:
+        DataError: see `MixedDataset`.
+    """
+
+    def __init__(self, new: TokenDataset, kept: TokenDataset, share: float | None) -> None:
+        super().__init__([CorpusPart("new", new, 1), CorpusPart("kept", kept, 1)])
+        self._given, self.is_open = share, share is None
+        first = FIRST_REPLAY_SHARE if share is None else share
+        self._stages = [_Stage(0, _replay_turns(first), (0, 0))]
+
+    def change_share(self, position: int, share: float) -> None:
+        """Set the share of kept text for all rows from `position` on."""
+        new, kept = self._stages[-1].counts(position)
+        self._stages.append(_Stage(position, _replay_turns(share), (new, kept)))
+        self.is_open = False
+
+    def _stage_at(self, position: int) -> _Stage:
+        return next(stage for stage in reversed(self._stages) if stage.start <= position)
+
+    def num_rows(self, seq_len: int) -> int:
+        return self.parts[0].dataset.num_rows(seq_len)
+
+    def require_row(self, seq_len: int) -> None:
+        self.parts[0].dataset.require_row(seq_len)
+        # A shorter row of kept text is padded.
+        self.parts[1].dataset.require_row(1)
+
+    def row_at(self, position: int, seq_len: int, seed: int) -> tuple[TokenDataset, int]:
+        stage = self._stage_at(position)
+        corpus, given = stage.turns.at(position - stage.start)
+        return self.parts[corpus].dataset.row_at(given + stage.before[corpus], seq_len, seed)
+
+    def label_share(self, seq_len: int) -> float:
+        turns = self._stages[-1].turns
+        shares = (one.dataset.label_share(seq_len) for one in self.parts)
+        return sum(n * x for n, x in zip(turns.parts, shares, strict=False)) / turns.period
+
+    def describe_run(self, rows: int, seq_len: int) -> Iterator[str]:
+        return iter(())
+
+    def identity(self) -> dict[str, Any]:
+        return super().identity() | {"mix": f"new, kept; replay {self._given}"}
+
+    def epochs_by_corpus(self, rows_seen: int, seq_len: int) -> dict[str, float]:
+        counts = self._stage_at(rows_seen).counts(rows_seen)
+        return {
+            one.name: count / one.dataset.num_rows(seq_len)
+            for one, count in zip(self.parts, counts, strict=True)
+        }
+
+
+#: Shares of kept text among which a run chooses, and the share with which it starts.
+REPLAY_SHARES = (0.0, 0.05, 0.1, 0.25)
+FIRST_REPLAY_SHARE = 0.05
+
+
+def _replay_turns(share: float) -> Turns:
+    return Turns(whole_weights([1 - share, share]) if share else [1])
+
+
+def require_same_tokenizer(first: TokenDataset, other: TokenDataset) -> None:
+    """Raise a DataError if two corpora were prepared with different tokenizers."""
     keys = ("tokenizer_sha256", "vocab_size", "bos_token_id", "eos_token_id")
     if any(first.manifest.get(key) != other.manifest.get(key) for key in keys):
         raise DataError(

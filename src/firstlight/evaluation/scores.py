@@ -378,3 +378,12 @@ def with_error(value: float, error: float | None) -> str:
         return f"{value:.4f} ± 0"
     decimals = min(max(1 - math.floor(math.log10(error)), 0), 9)
     return f"{value:.{decimals}f} ± {error:.{decimals}f}"
+
+
+def change_text(before: float, after: float) -> str:
+    """Return the relative change of a number of bits in words, such as "18% fewer bits"."""
+    change = 100 * (after / before - 1)
+    size = f"{abs(change):.0f}" if abs(change) >= 10 else f"{abs(change):.1f}"
+    if float(size) == 0:
+        return "the same number of bits"
+    return f"{size}% {'more' if change > 0 else 'fewer'} bits"

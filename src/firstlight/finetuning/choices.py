@@ -210,7 +210,9 @@ class TuningFacts:
             # the width of the model. The three MLP matrices are about three times as wide.
             rank = fixed.get("lora.rank", defaults.ADAPTER_RANK)
             trained = 20 * rank * model.hidden_size * model.layers
-        return PartFacts(self.row.value, self.val_tokens, STATE_BYTES * trained, fixed)
+        size = STATE_BYTES * trained
+        # The new data and the kept text are evaluated.
+        return PartFacts(self.row.value, self.val_tokens, size, fixed, splits=2)
 
 
 def choose_tuning(facts: TuningFacts, length: Length, fixed: Mapping[str, Any]) -> Choices:
@@ -269,7 +271,7 @@ def choose_tuning(facts: TuningFacts, length: Length, fixed: Mapping[str, Any]) 
         *run.other_choices(machine, facts.val_tokens),
     ]
     if run.parts.saves > 1:
-        reason = "also keep the checkpoint with the lowest held-out loss"
+        reason = "also keep the checkpoint with the lowest sum of the losses of new and kept text"
         items.append(Choice("checkpoint.keep_best", 1, reason))
     rate = machine.tokens_per_second(flops, given or unit)
     return replace(

@@ -46,10 +46,11 @@ from firstlight.finetuning.choices import (
     choose_tuning,
     row_of,
 )
+from firstlight.finetuning.kept import KeptText
 from firstlight.from_texts.plan import Choice, Row, RunPlan, given_batch, given_unit
 from firstlight.from_texts.preparation import Preparation, fitting_prompts, prepared_texts
 from firstlight.from_texts.request import AS_CHAT, Request
-from firstlight.from_texts.run_folder import TOO_LONG_NAME, RunCall
+from firstlight.from_texts.run_folder import DATA_FOLDER, TOO_LONG_NAME, RunCall
 from firstlight.from_texts.scan import (
     Scan,
     conversations_in,
@@ -193,6 +194,7 @@ class FineTuning:
             self._config.num_hidden_layers,
             self._config.max_position_embeddings,
         )
+        self._has_keep = bool(request.keep)
         self._chats: Conversations | None = None
         self._scan: Scan | None = None
         if found:
@@ -211,8 +213,10 @@ class FineTuning:
             self._unread = self._scan.unread
             self._data = TuningData("text", self._scan.facts.documents)
             key = self._scan.facts.content_key
+        self._kept = KeptText(request.keep, request.inputs, self._folder, self._tokenizer)
         place = str(self._folder.resolve())
-        self.content_key = hashlib.sha256(f"{key} {place}".encode()).hexdigest()[:16]
+        content = f"{key} {place}{self._kept.key}"
+        self.content_key = hashlib.sha256(content.encode()).hexdigest()[:16]
 
     # The plan
 
@@ -261,11 +265,24 @@ class FineTuning:
             choices=choose_tuning(facts, length, fixed),
             prompts=prompts,
             start=self._start,
+            data=self._section(),
         )
-        if self._chats is not None:
-            plan = replace(plan, data=self._chats.section)
         plan.require_time(length)
         return plan
+
+    def _section(self, **places: str) -> dict[str, Any]:
+        """Return the recipe's `data` section. Until the text is prepared, its places are unknown.
+
+        Args:
+            places: folders of the prepared text (`dir`) and of the kept text (`keep`).
+        """
+        data = {"dir": "unused", "keep": "unused"}
+        if self._chats is not None:
+            data = self._chats.section
+        is_text = self._data.kind == "text"
+        # Text in the middle of conversations is a change of method, which the user has to ask for.
+        replay = None if is_text or (self._has_keep and self._data.kind == "chat") else 0.0
+        return {**data, "replay": replay, **places}
 
     def _tokens(self, seq_len: int) -> tuple[float, float]:
         """Return the number of tokens in the training split and the number of tokens in the
@@ -296,10 +313,9 @@ class FineTuning:
         from firstlight.recipe.load import changed_recipe
 
         free, fixed = gib(machine.usable_bytes), request.fixed
-        data = {"dir": "unused"} if self._chats is None else self._chats.section
         unit = given_unit(fixed, row.value)
         values: dict[str, Any] = {
-            "data": {**data, "seq_len": row.value},
+            "data": {**self._section(), "seq_len": row.value},
             # These settings have not been chosen yet. Assume that the run accumulates gradients and
             # saves checkpoints during training, because this takes the most memory.
             "batch": {
@@ -358,25 +374,28 @@ class FineTuning:
 
         assert isinstance(plan, TuningPlan)
         plan = replace(plan, request=request)
+        places = {"keep": str(self._kept.prepare(call))}
         if self._scan is not None:
             plan = self._with_texts(plan, self._scan, call)
+            places |= {"dir": str(call.folder / DATA_FOLDER)}
         else:
             assert self._chats is not None
             call.remember(data=str(self._chats.train.folder), kind="chat")
             rejected = self._chats.train.folder / REJECTED_NAME
             if rejected.is_file():
                 write_file(call.folder / REJECTED_NAME, rejected.read_bytes())
-            if places := self._chats.too_long_places(plan.facts.row.value):
-                write_file(call.folder / TOO_LONG_NAME, "".join(f"{one}\n" for one in places))
+            if long := self._chats.too_long_places(plan.facts.row.value):
+                write_file(call.folder / TOO_LONG_NAME, "".join(f"{one}\n" for one in long))
         call.write_unread(self._unread)
+        plan = replace(plan, data=self._section(**places))
         length = call.length(request)
         plan = plan.choose_again(length)
         plan.require_time(length)
         return train_plan(plan, call)
 
     def _with_texts(self, plan: TuningPlan, scan: Scan, call: RunCall) -> TuningPlan:
-        """Prepare the text documents. Return a copy of the plan that contains the folder of the
-        prepared data and the actual numbers of tokens.
+        """Prepare the text documents. Return a copy of the plan that contains the actual numbers
+        of tokens.
         """
         from firstlight.data.shards import read_manifest
 
@@ -390,7 +409,7 @@ class FineTuning:
         splits = read_manifest(data)["splits"]
         held = splits.get("val", {"tokens": 0})["tokens"]
         facts = replace(plan.facts, epoch_tokens=splits["train"]["tokens"], val_tokens=held)
-        return replace(plan, facts=facts, data={"dir": str(data)})
+        return replace(plan, facts=facts)
 
     def _prompts(self, seq_len: int) -> list[str]:
         """Return prompts for sample texts. Each prompt takes at most half of the context."""
@@ -495,6 +514,7 @@ class Conversations:
             "template": name,
             "on_bad": "skip",
             "long": "drop",
+            "keep": "unused",  # until the kept text is prepared
         }
         own = [one for one in request.overrides if one[0].startswith("data.")]
         config = parse_recipe({"data": self.section}, "the chosen recipe", own).data

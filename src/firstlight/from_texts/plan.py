@@ -270,12 +270,15 @@ class PartFacts:
         held_out_tokens: number of tokens in the validation split.
         checkpoint_bytes: size of a checkpoint.
         fixed: values given by the user, keyed by `section.key`.
+        splits: number of validation splits, each of which is evaluated on up to the same number of
+            rows.
     """
 
     seq_len: int
     held_out_tokens: float
     checkpoint_bytes: float
     fixed: Mapping[str, Any]
+    splits: int = 1
 
     def parts(self, rate: float, loop_seconds: float, budget: float | None) -> Parts:
         """Choose the evaluations, sample texts and checkpoints of a training loop. Use the first
@@ -299,7 +302,8 @@ class PartFacts:
         )
 
         held = math.ceil(self.held_out_tokens / self.seq_len)
-        row, token = FORWARD_SHARE * self.seq_len / rate, sampled_token_seconds(1 / rate)
+        row = self.splits * FORWARD_SHARE * self.seq_len / rate
+        token = sampled_token_seconds(1 / rate)
         save = self.checkpoint_bytes / WRITTEN_PER_SECOND
         timed = budget is not None
         for count, samples, tokens, share in defaults.PARTS if timed else defaults.PARTS[:1]:

@@ -35,6 +35,8 @@ class Request:
         val_inputs: validation data, in the same form as `inputs`. If it is empty, a part of the
             inputs is held out.
         as_is: True to read text unchanged; see `prepare`.
+        keep: text that a fine-tuned model should not forget, in the same form as `inputs`, or the
+            folder of a prepared corpus or a run. If it is empty, a control set is used.
     """
 
     inputs: Sequence[str]
@@ -47,6 +49,7 @@ class Request:
     init_from: str | None = None
     val_inputs: Sequence[str] = ()
     as_is: bool = False
+    keep: Sequence[str] = ()
 
     def __post_init__(self) -> None:
         given = {"--budget": self.seconds, "--tokens": self.tokens, "--steps": self.steps}
@@ -103,10 +106,15 @@ class Request:
             "data.kind": "the kind follows from the inputs",
         }
         taken |= {"data.mix": "prepare the corpora and train with a recipe"}
+        taken |= {"data.keep": "use --keep"}
         lengths = ("schedule.max_steps", "schedule.max_minutes")
         taken |= dict.fromkeys(lengths, "use --budget, --tokens or --steps")
         if self.tokens or self.steps or self.fixed.get("schedule.epochs", 1) is None:
             taken["schedule.epochs"] = "it only limits the passes within a --budget"
+        if self.init_from is None and (self.keep or "data.replay" in self.fixed):
+            raise ConfigError(
+                "--keep and --replay apply to fine-tuning only: add --init-from with the model"
+            )
         for name, value in self.overrides:
             is_chat = (name, value) == AS_CHAT
             if is_chat and self.init_from is None:
@@ -130,6 +138,7 @@ class Request:
                 f"--size applies to new models only: omit it, or omit --init-from {self.init_from}"
             )
         data = {"kind": "chat", "files": ["unused"]} if conversations else {"dir": "unused"}
+        data |= {} if self.init_from is None else {"keep": "unused"}
         # Some keys are only valid in combination with keys that are chosen later.
         others = sections_for(self.fixed)
         parse_recipe({"data": data, **others}, "options", self.overrides)
@@ -151,6 +160,8 @@ def request_of(
     val_inputs: str | Path | Sequence[str | Path] = (),
     *,
     as_is: bool = False,
+    keep: str | Path | Sequence[str | Path] = (),
+    replay: float | None = None,
 ) -> Request:
     """Return the request for the arguments of `train_texts`.
 
@@ -164,6 +175,8 @@ def request_of(
         from firstlight.recipe import override_pairs
 
         pairs = override_pairs(pairs)
+    if replay is not None:
+        pairs = [*pairs, ("data.replay", f"{replay:g}")]
     if size is not None and size not in defaults.SIZES:
         parameters_of(size)  # raises an error if the size is invalid
     return Request(
@@ -177,6 +190,7 @@ def request_of(
         init_from=None if init_from is None else str(init_from),
         val_inputs=_names(val_inputs),
         as_is=as_is,
+        keep=_names(keep),
     )
 
 

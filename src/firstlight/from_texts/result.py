@@ -28,7 +28,7 @@ from firstlight.from_texts.run_folder import (
     own_options,
 )
 from firstlight.recipe.load import parse_yaml
-from firstlight.report.summary import best_checkpoint
+from firstlight.report.summary import KeptResult, best_checkpoint, kept_result
 from firstlight.run_log.names import METRICS_NAME, SAMPLES_NAME
 from firstlight.run_log.reader import read_json_lines, read_length
 from firstlight.training.progress import sample_line
@@ -83,6 +83,8 @@ class TextRun:
         reward_accuracy: fraction of the held-out preference pairs whose preferred answer had the
             higher reward at the last evaluation. None if there was no evaluation with preference
             pairs.
+        kept: what fine-tuning gained on the new text and lost on the kept text. None for a new
+            model. Its step is that of the checkpoint that `best` recommends.
     """
 
     run_folder: Path
@@ -99,6 +101,7 @@ class TextRun:
     held_out_share: float = 1.0
     expected_bits_per_byte: tuple[float, float] | None = None
     reward_accuracy: float | None = None
+    kept: KeptResult | None = None
 
 
 def result_of(call: RunCall, result: TrainResult | None, request: Request) -> TextRun:
@@ -119,6 +122,11 @@ def result_of(call: RunCall, result: TrainResult | None, request: Request) -> Te
     best_steps = [line["step"] for line in evaluated if line["bits_per_byte"] == min(found)]
     is_worse = bool(found) and min(found) < (1 - _WORSE) * found[-1]
     best = is_worse and kept is not None and kept.step in best_steps
+    trade = kept_result(folder)
+    best_bits = min(found, default=None)
+    if trade is not None:
+        best = not trade.is_last
+        best_bits = None if trade.new is None else trade.new[1]
     key = "val/reward_accuracy"
     # At step 0, all rewards are 0, because they are relative to the starting model.
     in_order = [line[key] for line in metrics if line["step"] and key in line]
@@ -139,7 +147,7 @@ def result_of(call: RunCall, result: TrainResult | None, request: Request) -> Te
         folder,
         result,
         call.choices,
-        (min(found) if best else found[-1]) if found else None,
+        (best_bits if best else found[-1]) if found else None,
         gzip_bits_per_byte=gzip,
         xz_bits_per_byte=state.get("xz"),
         samples=[(line["prompt"], line["text"]) for line in samples if line["step"] == last],
@@ -156,6 +164,7 @@ def result_of(call: RunCall, result: TrainResult | None, request: Request) -> Te
         if stopped or not state.get("expected")
         else tuple(state["expected"]),
         reward_accuracy=in_order[-1] if in_order else None,
+        kept=trade,
     )
 
 
@@ -268,7 +277,7 @@ def _longer(
 
 
 def result_lines(run: TextRun) -> Iterator[str]:
-    """Yield at most twelve lines that describe the result to the user. They contain the loss
+    """Yield at most fourteen lines that describe the result to the user. They contain the loss
     compared with gzip and xz, sample texts, the path of the model, and the most useful commands.
 
     Args:
@@ -294,7 +303,12 @@ def result_lines(run: TextRun) -> Iterator[str]:
             f"result: {run.reward_accuracy:.1%} of held-out preference pairs in the right order "
             "(relative to the starting model)"
         )
-    if run.best:
+    if run.best and run.kept is not None:
+        yield (
+            "later steps gained less on the new text than they lost on the kept text: --best uses "
+            f"the checkpoint of step {run.kept.step:,}"
+        )
+    elif run.best:
         yield (
             "later steps overfitted (the held-out loss rose again): --best uses the checkpoint "
             "before them"
@@ -306,6 +320,9 @@ def result_lines(run: TextRun) -> Iterator[str]:
     took = "" if run.training is None else f"; total time: {time_text(run.seconds)}"
     yield f"model: {run.run_folder}; report: {run.run_folder / 'report.html'}{took}"
     yield from command_lines(run.next_commands)
+    if run.kept is not None:
+        yield ""
+        yield str(run.kept)
 
 
 def _remedy(run: TextRun) -> str:

@@ -102,6 +102,8 @@ def train_texts(
     text_key: str = "text",
     val_inputs: str | Path | Sequence[str | Path] = (),
     as_is: bool = False,
+    keep: str | Path | Sequence[str | Path] = (),
+    replay: float | None = None,
     resume: bool = False,
     on_step: OnStep | None = None,
     progress: bool = True,
@@ -134,6 +136,12 @@ def train_texts(
         val_inputs: validation data, in the same form as `inputs`. If it is empty, a part of the
             inputs is held out.
         as_is: True to read text unchanged; see `prepare`.
+        keep: with `init_from`, text that the model should not forget: files as in `inputs`, or a
+            prepared corpus or run. It is evaluated together with the new text. If it is empty, a
+            control set is used; see `finetuning.kept`.
+        replay: fraction of the training rows that are taken from the kept text. None chooses it
+            after a tenth of the run if the new data is text, and means 0 for conversations without
+            `keep` and for preference pairs.
         resume: True to continue the newest unfinished run on these inputs. The other options of
             that run need not be repeated. If all runs are complete, the newest run is selected.
         on_step: callback for each step's metrics; see `train`. Steps restart at 1 if a different
@@ -163,6 +171,8 @@ def train_texts(
         init_from=init_from,
         val_inputs=val_inputs,
         as_is=as_is,
+        keep=keep,
+        replay=replay,
     )
     work = work_of(request, tell, progress=progress)
     # These modules are imported after the first message, because they import torch, which takes

@@ -244,6 +244,7 @@ def command_of(request: Request, options: Sequence[str]) -> str:
     reading = [] if request.text_key == "text" else ["--text-key", request.text_key]
     reading += [word for name in request.val_inputs for word in ("--val-input", name)]
     reading += ["--as-is"] if request.as_is else []
+    reading += [word for name in request.keep for word in ("--keep", name)]
     return shlex.join(["firstlight", "train", *request.inputs, *options, *start, *reading])
 
 
@@ -439,4 +440,6 @@ def remembered(request: Request) -> dict[str, Any]:
     kept = {name: getattr(request, name) for name in _LENGTH_AND_SIZE}
     if request.init_from is not None:
         kept["init_from"] = request.init_from
+    if request.keep:
+        kept["keep"] = list(request.keep)
     return {**kept, "overrides": overrides}

@@ -386,6 +386,7 @@ _SHOWN = {
     "perplexity",
     "skipped",
     "skipped_steps",
+    "kept/bits_per_byte",
 }
 #: Maximum number of charts in the section with additional metrics.
 _MAX_FURTHER = 40
@@ -552,13 +553,23 @@ def loss_chart(run: RunRecord, findings: Sequence[Finding]) -> Chart:
 
 
 def further_charts(metrics: Metrics) -> dict[str, Chart]:
-    """Return the charts of the learning rate, batch size, gradient norm, throughput, GPU
-    utilization and memory, keyed by id. Charts without any values are omitted.
+    """Return the charts of the new and kept text, learning rate, batch size, gradient norm,
+    throughput, GPU utilization and memory, keyed by id. Charts without any values are omitted.
     """
     memory = [(metrics.series(key), name, colour) for key, name, colour in _MEMORY]
     used = [Line(n, Series(s.x, s.y / 2**30), colour) for s, n, colour in memory if len(s)]
     busy = metrics.series("gpu_utilization")
     charts = {}
+    if len(metrics.series("kept/bits_per_byte")):
+        lines = [
+            Line("new text", metrics.series("bits_per_byte"), 1),
+            Line("kept text", metrics.series("kept/bits_per_byte"), 6),
+        ]
+        charts["kept"] = Chart(
+            "New and kept text",
+            "bits per byte, held out",
+            [one for one in lines if len(one.series)],
+        )
     for identity, title, unit_name, series, colour in (
         ("rate", "Learning rate", "", metrics.series("learning_rate"), 2),
         ("batch", "Tokens per step", "", metrics.series("global_batch_tokens"), 6),
@@ -621,6 +632,7 @@ _EVENTS = {
     "branched": ("resumed", "from {branched_from}, {time}"),
     "diverged": ("diverged", "{reason}"),
     "length": ("decision", "{max_steps:,} steps fit into {max_minutes} minutes"),
+    "replay": ("decision", "share of kept text in the following rows: {share}"),
     "correction": (
         "decision",
         "{max_steps:,} steps instead of {before:,}, because the speed changed",
@@ -751,7 +763,7 @@ def picture_of(run: RunRecord) -> bytes:
     samples = _sample_columns(run.samples)
     rows = max((len(column) for column in samples), default=0)
     charts = further_charts(run.metrics)
-    beside = [name for name in ("rate", "norm", "speed", "batch") if name in charts]
+    beside = [name for name in ("kept", "rate", "norm", "speed", "batch") if name in charts]
     heights = [_CHART_INCHES] * max(len(beside), 2)
     mosaic = [["loss", "loss", name] for name in beside] or [["loss"], ["loss"]]
     if rows:

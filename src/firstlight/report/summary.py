@@ -18,7 +18,9 @@ import numpy as np
 from firstlight.checkpoint.manifest import Saved, best_saved
 from firstlight.console import counted, loss_text
 from firstlight.errors import DIVERGED_REMEDY, CheckpointError
-from firstlight.run_log.reader import Floats, Metrics, RunRecord, Series
+from firstlight.evaluation.scores import change_text
+from firstlight.run_log.names import METRICS_NAME
+from firstlight.run_log.reader import Floats, Metrics, RunRecord, Series, sound_json_lines
 
 #: The rate of learned tokens (tokens that contribute to the loss) is also shown if it is below this
 #: fraction of the overall token rate. In plain text, all tokens are learned, except for padding in
@@ -153,6 +155,52 @@ def best_checkpoint(run_folder: Path) -> Saved | None:
     except (CheckpointError, OSError):
         return None
     return found[0] if found else None
+
+
+@dataclass(frozen=True)
+class KeptResult:
+    """Change in bits per byte of the held-out new and kept text of a run, from the start of the run
+    to its best checkpoint.
+
+    The best checkpoint is the one with the lowest sum of the two figures. For preference pairs, it
+    is the lowest sum of their loss and the kept text's bits per byte.
+
+    Attributes:
+        new: bits per byte of the new text before and after training; None for preference pairs.
+        kept: bits per byte of the kept text before and after training.
+        step: step of the best checkpoint.
+        is_last: True if this is the last evaluated step.
+    """
+
+    new: tuple[float, float] | None
+    kept: tuple[float, float]
+    step: int
+    is_last: bool
+
+    def __str__(self) -> str:
+        kept = f"kept text: {change_text(*self.kept)}"
+        new = "" if self.new is None else f"new text: {change_text(*self.new)}; "
+        rule = "bits per byte of both" if self.new else "the loss and the kept text's bits per byte"
+        return f"{new}{kept} (step {self.step:,} has the lowest sum of {rule})"
+
+
+def kept_result(run_folder: Path) -> KeptResult | None:
+    """Return the changes of the new and the kept text in a run. Return None if the run has no kept
+    text, or no checkpoint after an evaluation.
+    """
+    key, new = "kept/bits_per_byte", "bits_per_byte"
+    lines = {line["step"]: line for line in sound_json_lines(run_folder / METRICS_NAME)[0]}
+    lines = {step: line for step, line in lines.items() if line.get(key) is not None}
+    best = best_checkpoint(run_folder)
+    if best is None or 0 not in lines or best.step not in lines:
+        return None
+    before, after = lines[0], lines[best.step]
+    return KeptResult(
+        None if before.get(new) is None else (before[new], after[new]),
+        (before[key], after[key]),
+        best.step,
+        is_last=best.step == max(lines),
+    )
 
 
 # Divergence

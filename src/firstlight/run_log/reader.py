@@ -311,6 +311,7 @@ _DESCRIBED_BY: Mapping[str, Mapping[str, tuple[type, ...]]] = {
     "branched": {"branched_from": (str,), "time": (str,)},
     "length": {"max_steps": (int,), "max_minutes": (int, float)},
     "correction": {"max_steps": (int,), "before": (int,)},
+    "replay": {"share": (int, float)},
 }
 
 

@@ -192,9 +192,11 @@ class RunCheckpoints:
         # Reset the number of consecutive skipped steps. If the number from the checkpoint were
         # kept, the next attempt could fail at its first bad step.
         run.guard.skipped_in_a_row = 0
-        # Keep the current data position, the micro-batch size that fits in memory, and the events.
+        # Keep the current data position, the micro-batch size that fits in memory, the share of
+        # kept text and the events.
         run.state.rows_seen = run.rows_read
         run.state.micro_batch_rows, run.state.events = failed.micro_batch_rows, failed.events
+        run.state.replay = failed.replay
         # Discard the sample texts and statistics of the dropped steps.
         run.samples = []
         run.program.forget_statistics()

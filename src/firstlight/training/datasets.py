@@ -9,7 +9,15 @@ from pathlib import Path
 from typing import Any
 
 from firstlight.data.chat import ChatOptions, cached_chat
-from firstlight.data.corpus import Corpus, CorpusPart, MixedDataset, TokenDataset, whole_weights
+from firstlight.data.corpus import (
+    Corpus,
+    CorpusPart,
+    MixedDataset,
+    ReplayedDataset,
+    TokenDataset,
+    require_same_tokenizer,
+    whole_weights,
+)
 from firstlight.data.packing import open_split, open_training_split
 from firstlight.data.remote import is_url, local_folder
 from firstlight.data.shards import manifest_digest
@@ -83,6 +91,33 @@ def open_splits(
         if split is not None
     ]
     return MixedDataset(mixed), MixedDataset(evaluated) if evaluated else None
+
+
+def with_kept_text(
+    data: DataConfig, train: Corpus, *, progress: bool = False
+) -> tuple[Corpus, Corpus | None]:
+    """Open the text in `data.keep`. Return the training split with the rows of kept text that
+    `data.replay` adds to it, and the validation split of the kept text, or None without `keep`.
+
+    Args:
+        data: the recipe's `data` section.
+        train: training split of the new data.
+        progress: True to show a progress bar while data is downloaded.
+
+    Raises:
+        DataError: the kept data is missing or damaged, does not consist of text, lacks a split, or
+            was prepared with a different tokenizer than `train`.
+    """
+    if data.keep is None:
+        return train, None
+    folder = local_folder(data.keep, ("train", "val"), verify=data.verify, progress=progress)
+    kept = TokenDataset(folder, "val", verify=data.verify)
+    new = train.parts[0].dataset
+    if train.kind == "preference" or data.replay == 0:
+        require_same_tokenizer(new, kept)
+        return train, kept
+    replayed = TokenDataset(folder, "train", verify=data.verify)
+    return ReplayedDataset(new, replayed, data.replay), kept
 
 
 def _report_missing(

@@ -49,6 +49,8 @@ class TrainingProgram:
             as a scalar.
         evaluation_loss: function that computes the loss of a batch in evaluations. It is never
             compiled.
+        text_loss: function that computes the cross-entropy of a batch of text in evaluations. It
+            differs from `evaluation_loss` only in runs on preference pairs.
         scaler: loss scaler for fp16, or None in other precisions.
         preference: loss over preference pairs, or None for other data.
         is_ahead: True while the gradients already belong to the next step; see `RunAhead`.
@@ -106,6 +108,7 @@ class TrainingProgram:
             self.model, config, hardware, forward, objective=self.preference
         )
         self.evaluation_loss = plain_loss(self.model, config, hardware, self.preference)
+        self.text_loss = plain_loss(self.model, config, hardware)
         self.scaler = LossScaler() if config.precision == "fp16" else None
         self.is_ahead = False
         self._steps = 0

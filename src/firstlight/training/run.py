@@ -14,7 +14,7 @@ from typing import Any
 from firstlight.checkpoint.checkpoint import Checkpoint, checkpoint_bytes
 from firstlight.checkpoint.run_folder import HeldFolder
 from firstlight.console import counted
-from firstlight.data.corpus import Corpus
+from firstlight.data.corpus import Corpus, ReplayedDataset
 from firstlight.data.loader import Batch, TokenLoader
 from firstlight.errors import DataError
 from firstlight.evaluation.perplexity import Evaluation
@@ -81,6 +81,7 @@ class Run:
         tokenizer: tokenizer of the data.
         dataset: training split.
         validation: validation split, or None.
+        kept: validation split of the text that the model should not forget, or None.
         tasks: the tasks of the recipe's `evaluation` section.
         init_from: model folder, run or hub id from which the run started; None for a new model.
         base: the frozen base model of a run with `lora`; None for other runs.
@@ -122,6 +123,7 @@ class Run:
     base: ModelIdentity | None
     tasks: Sequence[Task]
     tell: Callable[[str], None]
+    kept: Corpus | None = None
     branch_from: Path | None = None
     held: HeldFolder | None = None
     advise: Callable[[], str | None] = lambda: None
@@ -252,10 +254,37 @@ class Run:
             CheckpointError: the checkpoint does not fit the run.
         """
         self.state = restore(checkpoint, self.program)
+        if self.state.replay is not None and self._is_replay_open:
+            self._change_replay(*self.state.replay)
         # Restore the guard's losses and gradient norms, so that a resumed run detects spikes at the
         # same steps as an uninterrupted run.
         self.guard.load_state_dict(checkpoint.trainer_state.get("guard", {}))
         self.saved_step, self.unsaved = self.state.step, False
+
+    @property
+    def _is_replay_open(self) -> bool:
+        return isinstance(self.dataset, ReplayedDataset) and self.dataset.is_open
+
+    def _change_replay(self, position: int, share: float) -> None:
+        assert isinstance(self.dataset, ReplayedDataset)
+        self.dataset.change_share(position, share)
+
+    @property
+    def decides_replay(self) -> bool:
+        """True if the share of kept text in the following rows must be chosen after the current
+        step. This is the case once, after a tenth of the run and its warm-up.
+        """
+        step, warmup_steps = self.state.step, self.schedule.warmup_steps
+        return self._is_replay_open and step > warmup_steps and 10 * step >= self.max_steps
+
+    def take_replay(self, share: float) -> None:
+        """Use a share of kept text for all rows after the current step."""
+        self._change_replay(self.rows_read, share)
+        self.state.replay = self.rows_read, share
+        # Batches that were read ahead have the old share, and a resumed run would not use them.
+        self._unused = []
+        self.loader.read_again(self.rows_read)
+        self.add_event("replay", self.state.step, share=share)
 
     def require_folder(self) -> None:
         """Raise an error if the run folder no longer belongs to this run. Call this before writing
@@ -427,8 +456,11 @@ class Run:
     def _evaluated_sequences(self) -> int:
         """Number of sequences in an evaluation."""
         config, train_rows = self.recipe.evaluation, self.dataset.num_rows(self.seq_len)
-        held_out = 0 if self.validation is None else self.validation.num_rows(self.seq_len)
-        return min(held_out, config.max_rows or train_rows) + min(train_rows, config.train_rows)
+        texts = [one for one in (self.validation, self.kept) if one is not None]
+        held_out = sum(
+            min(one.num_rows(self.seq_len), config.max_rows or train_rows) for one in texts
+        )
+        return held_out + min(train_rows, config.train_rows)
 
     # Methods used in each step, which read batches, update the state and write metrics.
 
@@ -487,7 +519,8 @@ class Run:
         the recipe requires this or the run has no steps. The loss is a baseline for later losses.
         """
         config, is_new = self.recipe.evaluation, self.state.step == 0 and self.saved_step < 0
-        evaluates = config.on_start and config.every_steps > 0
+        # The losses of kept text are always compared with those of the starting model.
+        evaluates = (config.on_start and config.every_steps > 0) or self.kept is not None
         has_losses = self.validation is not None or config.train_rows > 0
         if is_new and ((evaluates and has_losses) or self.is_last(0)):
             self.state.pending = {"step": 0, "tokens_seen": 0, "epoch": 0.0}

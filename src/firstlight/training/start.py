@@ -66,7 +66,7 @@ from firstlight.run_log.names import LENGTH_NAME, RECIPE_NAME, STARTS_NAME
 from firstlight.run_log.reader import sound_json_lines
 from firstlight.run_log.writer import RunLogs, SilentLogs, clear_file_names, json_line
 from firstlight.tokenizer import Tokenizer
-from firstlight.training.datasets import open_splits
+from firstlight.training.datasets import open_splits, with_kept_text
 from firstlight.training.device_check import require_checked_device
 from firstlight.training.forecast import ForecastComparison, Forecaster
 from firstlight.training.micro_batch_trials import largest_micro_batch
@@ -177,8 +177,8 @@ def _assembled(
     """
     require_trackers(recipe.run.trackers)
     start = newest or init_from
-    dataset, validation, tokenizer = _open_data(recipe, start, engine, tell)
-    splits = [dataset] if validation is None else [dataset, validation]
+    dataset, validation, kept, tokenizer = _open_data(recipe, start, engine, tell)
+    splits = [one for one in (dataset, validation, kept) if one is not None]
     kind = "chat" if dataset.kind == "mix" and dataset.has_examples else dataset.kind
     require_fitting_data(recipe, kind, from_weights=start is not None)
     _seed(recipe)
@@ -241,6 +241,7 @@ def _assembled(
         tokenizer,
         dataset=dataset,
         validation=validation,
+        kept=kept,
         init_from=origin,
         base=None if resolved.lora is None else first.base,
         tasks=tasks,
@@ -262,9 +263,9 @@ def _assembled(
 
 def _open_data(
     recipe: Recipe, start: str | Path | None, engine: Engine, tell: Callable[[str], None]
-) -> tuple[Corpus, Corpus | None, Tokenizer]:
-    """Open the data. Return the training split, the validation split or None, and the tokenizer of
-    the splits.
+) -> tuple[Corpus, Corpus | None, Corpus | None, Tokenizer]:
+    """Open the data. Return the training split, the validation split or None, the validation split
+    of the kept text or None, and the tokenizer of the splits.
 
     Args:
         start: the model or checkpoint from which the run starts; None for a new model.
@@ -275,12 +276,14 @@ def _open_data(
     """
     # On each machine, a single process verifies the data for all processes of that machine.
     verify = recipe.data.verify and engine.world.local_rank == 0
+    data = recipe.data.model_copy(update={"verify": verify})
     dataset, validation = open_splits(
-        recipe.data.model_copy(update={"verify": verify}),
+        data,
         tell,
         tokenizer=None if start is None else lambda: resolve_model_folder(start),
         progress=tell is say,
     )
+    dataset, kept = with_kept_text(data, dataset, progress=tell is say)
     tokenizer = Tokenizer.from_pretrained(dataset.folder)
     # Shards contain token ids, which a different tokenizer would decode to different text.
     if (tokenizer.fingerprint, tokenizer.vocab_size) != (
@@ -291,7 +294,7 @@ def _open_data(
             f"{dataset.folder}: the shards were not prepared with the tokenizer in "
             "tokenizer.json: prepare the data again"
         )
-    return dataset, validation, tokenizer
+    return dataset, validation, kept, tokenizer
 
 
 def _seed(recipe: Recipe) -> None:

@@ -195,8 +195,12 @@ class TrainState:
         skipped_steps: number of skipped steps so far.
         micro_batch_rows: micro-batch size in rows, reduced after memory ran out; 0 to use the
             recipe's value.
-        val_loss: validation loss after the last step; None if it was not measured.
-        best_val_loss: lowest validation loss measured after any step; None before the first one.
+        val_loss: validation loss after the last step; None if it was not measured. In a run with
+            kept text, the sum of the bits per byte of the new and the kept text (see
+            `validation.trade`).
+        best_val_loss: lowest `val_loss` measured after any step; None before the first one.
+        kept_start: losses before the first step, see `validation.Trade`; None without kept text.
+        replay: first row and share of kept text, once a run has chosen its share; None before.
         pending: metrics of the last step if they have not been written to the logs yet, for example
             because the evaluation after the step has not ended; None once they are written.
         events: lines of events.jsonl in order, such as divergences, rollbacks and out-of-memory
@@ -213,6 +217,8 @@ class TrainState:
     best_val_loss: float | None = None
     pending: dict[str, Any] | None = None
     events: list[dict[str, Any]] = field(default_factory=list)
+    kept_start: tuple[float, float] | None = None
+    replay: tuple[int, float] | None = None
 
 
 def restore(checkpoint: Checkpoint, program: TrainingProgram) -> TrainState:
@@ -309,6 +315,8 @@ def _saved_state(saved: Mapping[str, Any]) -> TrainState:
             best_val_loss=saved.get("best_val_loss"),
             pending=saved.get("pending"),
             events=list(saved.get("events", [])),
+            kept_start=_numbers(saved.get("kept_start")),
+            replay=_numbers(saved.get("replay")),
         )
     except KeyError as error:
         raise CheckpointError(f"trainer_state.json lacks {error}") from error
@@ -335,6 +343,19 @@ def _saved_state(saved: Mapping[str, Any]) -> TrainState:
             f"trainer_state.json is damaged: pending does not contain metrics of step {state.step}"
         )
     return state
+
+
+def _numbers(pair: Any) -> Any:
+    """Return a pair of numbers as a tuple, or None for None.
+
+    Raises:
+        TypeError: the value is something else.
+    """
+    if pair is None:
+        return None
+    if not isinstance(pair, list) or [type(x) in (int, float) for x in pair] != [True, True]:
+        raise TypeError(f"{pair!r:.100} is not a pair of numbers")
+    return tuple(pair)
 
 
 def _is_event(line: Any) -> bool:

@@ -15,7 +15,7 @@ from typing import Any
 from firstlight.data.corpus import Corpus
 from firstlight.errors import DIVERGED_REMEDY, ModelError
 from firstlight.evaluation.perplexity import Evaluation, evaluate_split, evaluation_rows
-from firstlight.evaluation.scores import Task, perplexity_of
+from firstlight.evaluation.scores import Task, change_text, perplexity_of
 from firstlight.evaluation.tasks import ready_tasks
 from firstlight.files.atomic import write_probe
 from firstlight.generation.chat import ChatSession
@@ -95,8 +95,9 @@ def evaluations_due(run: Run) -> tuple[bool, bool, bool]:
     """
     config, step = run.recipe.evaluation, run.state.step
     is_start = step == 0 and not run.is_last(0)
-    losses_due = run.is_due(config.every_steps)
-    samples_due = losses_due and not is_start
+    is_regular = run.is_due(config.every_steps)
+    losses_due = is_regular or run.decides_replay
+    samples_due = is_regular and not is_start
     if config.samples_at == "epoch":
         samples_due = run.ends_epoch or run.is_last(step)
     tasks_due = bool(run.tasks) and run.is_due(config.tasks_every_steps or config.every_steps)
@@ -143,9 +144,13 @@ def _validate(run: Run, check: Callable[[], None]) -> None:
     """Evaluate the losses on the validation split and on rows of the training split."""
     config, record = run.recipe.evaluation, _record(run)
     measured = functools.partial(evaluate_dataset, run.program, seq_len=run.seq_len, check=check)
+    kept = None
+    if run.kept is not None:
+        kept, _ = measured(run.kept, key="kept/loss", max_rows=config.max_rows)
+        record |= {"kept/loss": kept.loss, "kept/bits_per_byte": kept.bits_per_byte}
     if run.validation is not None:
         found, by_corpus = measured(run.validation, key="val/loss", max_rows=config.max_rows)
-        record |= _take_validation(run, found, by_corpus)
+        record |= _take_validation(run, found, by_corpus, kept)
     if config.train_rows:
         found, by_corpus = measured(run.dataset, key="train_eval/loss", max_rows=config.train_rows)
         record |= {
@@ -160,7 +165,7 @@ def _validate(run: Run, check: Callable[[], None]) -> None:
 
 
 def _take_validation(
-    run: Run, found: Evaluation, by_corpus: Mapping[str, Evaluation]
+    run: Run, found: Evaluation, by_corpus: Mapping[str, Evaluation], kept: Evaluation | None
 ) -> dict[str, float]:
     """Store an evaluation as the run's latest evaluation, show it to the user, and return its
     metrics.
@@ -170,15 +175,26 @@ def _take_validation(
         found: result of the evaluation on the validation split.
         by_corpus: result for each corpus in a mix, keyed by the name of the corpus; empty without a
             mix.
+        kept: result for the text that the model should not forget, or None.
     """
     state = run.state
     preferred = run.program.preference_metrics("val")
     rows, best = f"({found.rows:,} of {found.total_rows:,} rows)", state.best_val_loss
-    run.evaluation, state.val_loss = found, found.loss
+    score = found.loss
+    if kept is not None:
+        # Bits per byte are not defined for preference pairs.
+        new = found.loss if preferred else found.bits_per_byte
+        score = new + kept.bits_per_byte
+        rows = f"{rows}; kept text {kept.bits_per_byte:.4f} bits per byte"
+        if state.kept_start is None:
+            state.kept_start = new, kept.bits_per_byte
+        elif run.decides_replay:
+            _choose_replay(run, kept.bits_per_byte)
+    run.evaluation, state.val_loss = found, score
     if state.step:  # Step 0 is ignored, because an untrained model can't be the best checkpoint.
-        state.best_val_loss = found.loss if best is None else min(best, found.loss)
-    if best is not None and found.loss > best:
-        rows = f"{rows}, lowest so far {best:.4f}"
+        state.best_val_loss = score if best is None else min(best, score)
+    if best is not None and score > best:
+        rows = f"{rows}, lowest {'sum ' if kept else ''}so far {best:.4f}"
     if preferred:
         # Perplexity and bits per byte are not defined for the loss over preference pairs.
         run.evaluation = replace(found, perplexity=math.nan, bits_per_byte=math.nan)
@@ -198,6 +214,32 @@ def _take_validation(
         "bits_per_byte": found.bits_per_byte,
         **{f"val/loss/{name}": one.loss for name, one in by_corpus.items()},
     }
+
+
+#: A run replays the first of these shares of kept text whose limit is not exceeded by the rise of
+#: the kept text's bits per byte in the first tenth of the run. See "Keep what it knows" in
+#: docs/finetuning.md.
+_REPLAY_LIMITS = ((0.0, 0.0), (0.1, 0.01), (0.25, math.inf))
+
+
+def replay_share(start: float, now: float) -> float:
+    """Return the share of kept text in the rest of a run.
+
+    Args:
+        start, now: bits per byte of the kept text before the run and after its first tenth.
+    """
+    return next(share for share, limit in _REPLAY_LIMITS if now / start - 1 <= limit)
+
+
+def _choose_replay(run: Run, kept: float) -> None:
+    start = run.state.kept_start
+    assert start is not None
+    share = replay_share(start[1], kept)
+    run.take_replay(share)
+    run.bar.message(
+        f"step {run.state.step}: {change_text(start[1], kept)} for the kept text so far, so "
+        f"{100 * share:.0f}% of the following rows are kept text"
+    )
 
 
 def _score(run: Run, check: Callable[[], None]) -> None:
@@ -257,8 +299,9 @@ def evaluate_dataset(
     masking = program.recipe.data.document_masking
     found: dict[str, Evaluation] = {}
     for part in dataset.parts:
+        is_text = part.dataset.kind != "preference"
         one = evaluate_split(
-            program.evaluation_loss,
+            program.text_loss if is_text else program.evaluation_loss,
             part.dataset,
             seq_len=seq_len,
             batch_size=program.recipe.batch.rows,

@@ -1,0 +1,211 @@
+"""Prepare the text that a fine-tuned model should not forget.
+
+The user names this text with --keep. Otherwise, it is a control set that needs no network: prose
+and code that ship with Python, and texts that the model itself wrote before it was trained. The
+bits per byte of a model's own texts measure directly how far training moves it away: their rise is
+an estimate of the KL divergence from the initial model.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import json
+import shlex
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from firstlight.console import counted, human_bytes
+from firstlight.data.records import digest_of
+from firstlight.data.shards import read_manifest
+from firstlight.data.sources import (
+    STANDARD_LIBRARY,
+    DataSource,
+    distinct_inputs,
+    find_sources,
+    limited_sources,
+)
+from firstlight.errors import ConfigError, InputError, TokenizerError
+from firstlight.files.atomic import make_folder, write_file
+from firstlight.planner.advise import defaults
+
+if TYPE_CHECKING:
+    from firstlight.from_texts.run_folder import RunCall
+    from firstlight.tokenizer import Tokenizer
+
+#: Subfolder of the run folder with the prepared kept text, and file with the texts of the control
+#: set.
+KEPT_FOLDER, CONTROL_NAME = "kept", "control.jsonl"
+#: Number of UTF-8 bytes of prose and of code in the control set, and maximum bytes of a document.
+_PYTHON_BYTES, _DOCUMENT_BYTES = 240_000, 40_000
+#: Number of texts that the model writes, and maximum number of tokens in each.
+_OWN_TEXTS, _OWN_TOKENS = 32, 128
+#: One in this number of Python's documents is held out, and one in two of the model's own texts.
+_HELD_OUT = 8
+
+
+class KeptText:
+    """The text that a fine-tuned model should not forget.
+
+    Args:
+        keep: files, folders, a prepared corpus or a run, which stands for the data of the run;
+            empty for the control set.
+        inputs: the new text. The control set contains none of it.
+        model: folder of the initial model.
+        tokenizer: tokenizer of the initial model.
+
+    Attributes:
+        key: hash of the kept text; "" for the control set.
+
+    Raises:
+        InputError: a file can't be found.
+        ConfigError: a prepared corpus was prepared with a different tokenizer, or is one of several
+            inputs.
+    """
+
+    def __init__(
+        self, keep: Sequence[str], inputs: Sequence[str], model: Path, tokenizer: Tokenizer
+    ) -> None:
+        self._keep, self._model, self._tokenizer = keep, model, tokenizer
+        self._has_code = STANDARD_LIBRARY not in distinct_inputs(inputs)
+        self._prepared = next(filter(None, map(_prepared_folder, keep)), None)
+        self._sources: list[DataSource] = []
+        self.key = ""
+        if self._prepared is not None:
+            if len(keep) > 1:
+                raise ConfigError(
+                    f"--keep {self._prepared} is a prepared corpus: use it as the only --keep"
+                )
+            manifest = read_manifest(self._prepared)
+            if manifest["tokenizer_sha256"] != tokenizer.fingerprint:
+                raise ConfigError(
+                    f"--keep {self._prepared} was prepared with a different tokenizer than the "
+                    "model's: name the text files instead"
+                )
+            self.key = json.dumps(manifest, sort_keys=True)
+        elif keep:
+            self._sources = find_sources(keep)
+            paths = [one.path for one in self._sources if one.path is not None]
+            stats = [(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in paths]
+            self.key = json.dumps([list(keep), stats])
+
+    def prepare(self, call: RunCall) -> Path:
+        """Return the folder of the prepared kept text. In the run folder, it is prepared only once.
+
+        Raises:
+            InputError, StorageError, TokenizerError: see `data.prepare.prepare`.
+        """
+        from firstlight.data.prepare import prepare
+
+        if self._prepared is not None:
+            return self._prepared
+        folder = call.folder / KEPT_FOLDER
+        key = hashlib.sha256(f"{self.key} {self._tokenizer.fingerprint}".encode()).hexdigest()
+        if call.state.get("kept_key") == key and (folder / "manifest.json").is_file():
+            return folder
+        if self._sources:
+            sources = limited_sources(self._sources, defaults.PREPARED_BYTES)
+            try:
+                prepare(sources, self._tokenizer, folder, overwrite=True, progress=call.progress)
+            except TokenizerError as error:
+                raise TokenizerError(f"--keep {shlex.join(self._keep)}: {error}") from error
+        else:
+            self._prepare_control_set(folder, call)
+        manifest = read_manifest(folder)
+        size = sum(split["text_bytes"] for split in manifest["splits"].values())
+        held = manifest["splits"].get("val", {"tokens": 0})["tokens"]
+        call.tell(f"kept text: {human_bytes(size)}, {counted(held, 'token')} held out")
+        call.remember(kept_key=key)
+        return folder
+
+    def _prepare_control_set(self, folder: Path, call: RunCall) -> None:
+        from firstlight.data.prepare import prepare
+
+        call.tell(
+            "kept text: none given with --keep, so Python's documentation and code and texts that "
+            "the model writes now are the control set"
+        )
+        own = list(own_texts(self._model))
+        is_own = {digest_of(text) for text in own}
+        python = [*_prose(), *(_code() if self._has_code else ())]
+        # Some of Python's files are the same.
+        texts = dict.fromkeys([*filter(self._encodes, python), *own])
+
+        def split_of(text: str) -> Literal["train", "val"]:
+            digest = digest_of(text)
+            one_in = 2 if digest in is_own else _HELD_OUT
+            return "train" if digest[0] % one_in else "val"
+
+        make_folder(call.folder)
+        path = call.folder / CONTROL_NAME
+        write_file(path, "".join(json.dumps({"text": text}) + "\n" for text in texts))
+        source = DataSource(name=str(path), path=path, as_is=True)
+        prepare([source], self._tokenizer, folder, split_of=split_of, overwrite=True)
+
+    def _encodes(self, text: str) -> bool:
+        """Return False if the tokenizer has no tokens for a character of the text."""
+        try:
+            self._tokenizer.encode(text)
+        except TokenizerError:
+            return False
+        return True
+
+
+def _prepared_folder(name: str) -> Path | None:
+    """Return the prepared corpus that an input names: the folder itself, or the data of a run."""
+    place = Path(name).expanduser()
+    folders = [one for one in (place, place / "data") if (one / "manifest.json").is_file()]
+    return folders[0] if folders else None
+
+
+def _prose() -> Iterator[str]:
+    """Yield sections of Python's language reference, which `help()` shows."""
+    try:
+        topics = importlib.import_module("pydoc_data.topics").topics
+    except ImportError:  # Some Linux distributions install it separately.
+        return
+    yield from _spread([text for text in topics.values() if len(text) <= _DOCUMENT_BYTES])
+
+
+def _code() -> Iterator[str]:
+    """Yield files of Python's standard library."""
+    try:
+        found = find_sources([STANDARD_LIBRARY])
+    except InputError:
+        return
+    paths = [one.path for one in found if one.path is not None]
+    texts = (path.read_text(encoding="utf-8", errors="replace") for path in paths)
+    yield from _spread([text for text in texts if 0 < len(text) <= _DOCUMENT_BYTES])
+
+
+def _spread(texts: Sequence[str]) -> list[str]:
+    """Return about `_PYTHON_BYTES` of the texts, evenly spaced."""
+    every = max(round(sum(map(len, texts)) / _PYTHON_BYTES), 1)
+    return list(texts[::every])
+
+
+def own_texts(model: Path) -> Iterator[str]:
+    """Yield texts that a model writes without a prompt, at temperature 1.
+
+    Args:
+        model: folder of the model.
+
+    Raises:
+        ModelError, CheckpointError: the model can't be used.
+    """
+    from firstlight.generation.batch import BatchDecoder
+    from firstlight.generation.config import SamplingConfig
+    from firstlight.generation.engine import continuation, load, pieces_of_many, tokenizer_of
+
+    loaded = load(model)
+    context = loaded.model.config.max_position_embeddings
+    ids = tokenizer_of(loaded).encode_prompt("")
+    tokens = min(_OWN_TOKENS, context - len(ids))
+    decoder = BatchDecoder(loaded.model, _OWN_TEXTS, len(ids) + tokens)
+    configs = [SamplingConfig(tokens, temperature=1.0, top_k=0, seed=n) for n in range(_OWN_TEXTS)]
+    pieces: list[list[str]] = [[] for _ in configs]
+    texts = [continuation(loaded, ids, config) for config in configs]
+    for index, piece in pieces_of_many(texts, decoder):
+        pieces[index].append(piece)
+    yield from filter(None, map("".join, pieces))

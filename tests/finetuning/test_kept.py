@@ -1,0 +1,244 @@
+"""Tests of `train_texts` with a text that the model should not forget: the control set, --keep and
+the last line.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from tokenizers import Tokenizer as HFTokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
+
+from builders import draw_records, make_texts, write_lines, write_texts
+from firstlight.data.corpus import TokenDataset
+from firstlight.data.prepare import prepare
+from firstlight.errors import ConfigError, FirstlightError, InputError
+from firstlight.finetuning.kept import own_texts
+from firstlight.from_texts import machine as machine_module
+from firstlight.from_texts.result import TextRun, result_lines
+from firstlight.from_texts.run import train_texts
+from firstlight.models import empty_model
+from firstlight.models.language_model import InitConfig
+from firstlight.models.llama_config import LlamaConfig
+from firstlight.planner.plan.estimate import Estimate
+from firstlight.run_log.reader import read_json_lines
+from firstlight.tokenizer import Tokenizer, train_tokenizer
+from firstlight.weights.huggingface import model_files
+from firstlight.weights.loading import weights_to_save
+from firstlight.weights.stored import save_weights
+
+pytestmark = pytest.mark.usefixtures("forked_processes")
+
+
+@pytest.fixture(autouse=True)
+def _known_speed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("FIRSTLIGHT_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(machine_module, "timed_rate", lambda *_: 20_000.0)
+    # Predicting a run's memory takes twice as long as these runs.
+    monkeypatch.setattr(machine_module, "estimate", lambda recipe, _: Estimate("", {}, recipe))
+
+
+@pytest.fixture
+def model(tmp_path: Path, tokenizer: Tokenizer) -> Path:
+    """Write the folder of a tiny model."""
+    import torch
+
+    config = LlamaConfig(
+        vocab_size=tokenizer.vocab_size,
+        num_attention_heads=2,
+        hidden_size=32,
+        num_hidden_layers=1,
+        max_position_embeddings=320,
+    )
+    made = empty_model(config)
+    made.init_weights(torch.Generator().manual_seed(0), InitConfig())
+    folder = tmp_path / "model"
+    folder.mkdir()
+    for name, content in model_files(config, tokenizer).items():
+        (folder / name).write_text(content, encoding="utf-8")
+    save_weights(weights_to_save(made), folder)
+    return folder
+
+
+def tuned(inputs: Any, model: Path, **changes: Any) -> TextRun:
+    options: dict[str, Any] = {"steps": 20, "overrides": {"evaluation.sample_tokens": 4}}
+    return train_texts(inputs, init_from=model, **({"progress": False} | options | changes))
+
+
+def evaluated(run: TextRun) -> list[int]:
+    metrics = read_json_lines(run.run_folder / "metrics.jsonl")
+    return [line["step"] for line in metrics if "kept/bits_per_byte" in line]
+
+
+def test_control_set_has_prose_code_and_texts_of_the_model(tmp_path: Path, model: Path) -> None:
+    run = tuned(write_texts(tmp_path / "new"), model)
+    control = run.run_folder / "control.jsonl"
+    texts = [json.loads(line)["text"] for line in control.read_text().splitlines()]
+    assert any(text.startswith('The "') for text in texts)
+    assert any("\nimport " in text and "\ndef " in text for text in texts)
+    own = list(own_texts(model))
+    assert len(set(own)) == len(own) > 16
+    assert texts[-len(own) :] == own
+    splits = json.loads((run.run_folder / "kept" / "manifest.json").read_text())["splits"]
+    size = sum(split["text_bytes"] for split in splits.values())
+    assert size == sum(len(text.encode()) for text in set(texts))
+    assert 0.05 < splits["val"]["text_bytes"] / size < 0.3
+    held = TokenDataset(run.run_folder / "kept", "val")
+    assert held.num_documents > len(own) / 4
+    # The evaluation after a tenth of the run chooses the share.
+    assert evaluated(run)[:2] == [0, 3]
+    recipe = yaml.safe_load((run.run_folder / "recipe.yaml").read_text())
+    assert recipe["data"]["replay"] is None
+    *_, blank, last = result_lines(run)
+    assert blank == ""
+    assert run.kept is not None
+    assert last == str(run.kept)
+    assert last.startswith("new text: ")
+
+
+def test_control_set_has_no_code_of_the_new_text(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from firstlight.finetuning import kept
+
+    monkeypatch.setattr(kept, "_code", lambda: pytest.fail("the new text is that code"))
+    text = kept.KeptText((), ["stdlib"], model, Tokenizer.from_pretrained(model))
+    assert text.key == ""
+
+
+@pytest.mark.parametrize("kind", ["files", "corpus", "run"])
+def test_keep_takes_files_a_corpus_and_a_run(
+    tmp_path: Path, model: Path, tokenizer: Tokenizer, kind: str
+) -> None:
+    old = write_lines(tmp_path / "old.jsonl", [{"text": text} for text in make_texts(60, 3)])
+    prepare([old], tokenizer, tmp_path / "before" / "data")
+    place = {"files": old, "corpus": tmp_path / "before" / "data", "run": tmp_path / "before"}[kind]
+    run = tuned(write_texts(tmp_path / "new"), model, keep=place, replay=0.25)
+    recipe = yaml.safe_load((run.run_folder / "recipe.yaml").read_text())
+    found = Path(recipe["data"]["keep"])
+    assert found == (run.run_folder / "kept" if kind == "files" else tmp_path / "before" / "data")
+    manifests = [json.loads((one / "manifest.json").read_text()) for one in
+                 (found, tmp_path / "before" / "data")]  # fmt: skip
+    assert manifests[0]["splits"] == manifests[1]["splits"]
+    assert not (run.run_folder / "control.jsonl").exists()
+    last = read_json_lines(run.run_folder / "metrics.jsonl")[-1]
+    assert last["epoch/kept"] > 0
+    # A second call finds the same run; other kept text starts another one.
+    again = tuned(tmp_path / "new", model, keep=place, replay=0.25)
+    assert (again.run_folder, again.training) == (run.run_folder, None)
+    assert again.kept == run.kept
+    assert tuned(tmp_path / "new", model).run_folder != run.run_folder
+
+
+def test_conversations_are_mixed_with_kept_text_only_if_asked(tmp_path: Path, model: Path) -> None:
+    chats = write_lines(tmp_path / "chats.jsonl", draw_records(60))
+    old = write_texts(tmp_path / "old")
+    shares = []
+    for changes in ({}, {"keep": old}, {"keep": old, "replay": 0.05}, {"replay": 0.1}):
+        run = tuned(chats, model, **changes)
+        assert evaluated(run)[0] == 0
+        shares.append(
+            yaml.safe_load((run.run_folder / "recipe.yaml").read_text())["data"]["replay"]
+        )
+    assert shares == [0.0, None, 0.05, 0.1]
+
+
+def test_resumed_call_keeps_control_set(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class StoppedError(Exception):
+        pass
+
+    def stop(record: Any) -> None:
+        if record["step"] == 9:
+            raise StoppedError
+
+    new = write_texts(tmp_path / "new")
+    whole = tuned(new, model)
+    shutil.move(whole.run_folder, tmp_path / "whole")
+    with pytest.raises(StoppedError):
+        tuned(new, model, on_step=stop)
+    text = (whole.run_folder / "control.jsonl").read_bytes()
+    monkeypatch.setattr("firstlight.finetuning.kept.own_texts", lambda _: pytest.fail("again"))
+    again = tuned(new, model)
+    assert again.run_folder == whole.run_folder
+    assert (whole.run_folder / "control.jsonl").read_bytes() == text
+    weights = [
+        next(folder.glob("checkpoints/step-00000020/model.safetensors")).read_bytes()
+        for folder in (tmp_path / "whole", again.run_folder)
+    ]
+    assert weights[0] == weights[1]
+
+
+@pytest.mark.parametrize(
+    "changes, error, message",
+    [
+        ({"keep": "nowhere"}, InputError, "nowhere does not exist"),
+        ({"keep": "other"}, ConfigError, "--keep other was prepared with a different tokenizer"),
+        ({"keep": ["good", "texts"]}, ConfigError, "good is a prepared corpus: use it as the only"),
+        ({"keep": "empty"}, InputError, "folder empty contains no text files"),
+        ({"replay": 1.5}, ConfigError, "data.replay.* less than 1"),
+        ({"overrides": {"data.keep": "good"}}, ConfigError, "omit --data.keep .*: use --keep"),
+    ],
+)
+def test_wrong_kept_text_is_refused_before_the_run(
+    tmp_path: Path, model: Path, tokenizer: Tokenizer, texts: list[str], changes: dict[str, Any],
+    error: type[FirstlightError], message: str,
+) -> None:  # fmt: skip
+    new = write_texts(tmp_path / "new")
+    write_texts(tmp_path / "texts")
+    (tmp_path / "empty").mkdir()
+    prepare([tmp_path / "texts"], train_tokenizer(texts, 300), tmp_path / "other")
+    prepare([tmp_path / "texts"], tokenizer, tmp_path / "good")
+    with pytest.raises(error, match=message) as raised:
+        tuned(new, model, **changes)
+    assert "\n" not in str(raised.value)
+    assert not (tmp_path / "runs" / "new" / "recipe.yaml").exists()
+
+
+def test_kept_text_that_the_tokenizer_cannot_encode_is_refused(tmp_path: Path) -> None:
+    """A tokenizer of words without an unknown token, as some models have."""
+    import torch
+
+    backend = HFTokenizer(WordLevel({"a": 0, "b": 1, "<|endoftext|>": 2}, unk_token=None))
+    backend.pre_tokenizer = Whitespace()
+    folder = tmp_path / "model"
+    folder.mkdir()
+    backend.save(str(folder / "tokenizer.json"))
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|endoftext|>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    config = LlamaConfig(
+        vocab_size=3, num_attention_heads=2, hidden_size=32, num_hidden_layers=1,
+        max_position_embeddings=64,
+    )  # fmt: skip
+    made = empty_model(config)
+    made.init_weights(torch.Generator().manual_seed(0), InitConfig())
+    (folder / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLM"],
+        **json.loads(config.model_dump_json())}))  # fmt: skip
+    save_weights(weights_to_save(made), folder)
+    (tmp_path / "new.txt").write_text("a b b a " * 4000)
+    (tmp_path / "old.txt").write_text("a b c " * 4000)
+    with pytest.raises(
+        FirstlightError, match=r"--keep .*old\.txt: the tokenizer can't encode"
+    ) as raised:
+        tuned(tmp_path / "new.txt", folder, keep=tmp_path / "old.txt")
+    assert "\n" not in str(raised.value)
+    # The control set leaves out what the tokenizer can't encode.
+    run = tuned(tmp_path / "new.txt", folder)
+    control = (run.run_folder / "control.jsonl").read_text()
+    assert "import" not in control
+    assert evaluated(run)[0] == 0
+
+
+def test_keep_without_model_is_refused(tmp_path: Path) -> None:
+    new = write_texts(tmp_path / "new")
+    for changes in ({"keep": "old"}, {"replay": 0.1}):
+        with pytest.raises(ConfigError, match="--keep and --replay apply to fine-tuning only"):
+            train_texts(new, steps=1, progress=False, **changes)
