@@ -18,6 +18,7 @@ from benchmarks.options import (
     BudgetBench,
     GenerationBench,
     GPUBench,
+    KeepingBench,
     LearningBench,
     LoadingBench,
     ScalingBench,
@@ -174,6 +175,29 @@ def budget_command(folder: Path, page_file: Path | None, as_json: bool, **option
 
     measure = partial(bench_budget, BudgetBench(folder, **options))
     result = publish("budget", folder, measure, _show_budget, draw=draw)
+    write_page(page_file, result, draw, page)
+    return result
+
+
+@click.command("keeping")
+@click.argument("model")
+@click.argument("text")
+@folder_option
+@page_option
+@bench_options(KeepingBench, "keep", "steps", "batch_tokens", "seeds")
+@field_option(KeepingBench, "replays", "--replay", "SHARE")
+@field_option(KeepingBench, "rates", "--rate", "MULTIPLE")
+@field_option(KeepingBench, "methods", "--method", "NAME")
+@bench_options(KeepingBench, "kilobytes", "rows")
+@with_json
+def keeping_command(folder: Path, page_file: Path | None, as_json: bool, **options: Any) -> Result:
+    """Fine-tune MODEL on TEXT with several shares of kept text, learning rates, methods and sizes
+    of the text, and compare what is gained and lost.
+    """
+    from benchmarks.keeping import HEADER, bench_keeping, draw, groups, page, row_cells
+
+    result = bench_keeping(KeepingBench(folder, **options))
+    show_table([HEADER, *(row_cells(runs) for runs in groups(result["runs"]))])
     write_page(page_file, result, draw, page)
     return result
 
@@ -413,7 +437,13 @@ def scaling_command(out: Path | None, as_json: bool, **options: Any) -> Result:
     return publish("scaling", out, measure, show_scaling, draw=draw)
 
 
-for command in (planner_command, learning_command, budget_command, gpu_command):
+for command in (
+    planner_command,
+    learning_command,
+    budget_command,
+    keeping_command,
+    gpu_command,
+):
     benchmarks.add_command(command)
 
 

@@ -191,3 +191,34 @@ class GPUBench(FolderBench):
     items: Sequence[str] = ()
     device: str = "cuda"
     commit: str = ""
+
+
+@dataclass(frozen=True)
+class KeepingBench(FolderBench):
+    """Options of `benchmarks keeping`.
+
+    Attributes:
+        model: model to fine-tune: a folder, a run or a GGUF file.
+        text: new text, a file; its last tenth is held out.
+        keep: kept text, as for `firstlight train`. [the control set]
+        steps: optimizer steps of a run.
+        batch_tokens: tokens per step.
+        replays: shares of kept text, or auto; may be given several times.
+        rates: learning rates, as multiples of the chosen one; may be given several times.
+        methods: full or lora; may be given several times.
+        kilobytes: sizes of the new text; may be given several times. [all of it]
+        rows: held-out rows of each text per evaluation.
+        seeds: runs of each row.
+    """
+
+    model: str = ""
+    text: str = ""
+    keep: str | None = None
+    steps: int = 100
+    batch_tokens: int = 2048
+    replays: Sequence[str] = ("0", "0.05", "0.1", "0.25", "auto")
+    rates: Sequence[float] = (1.0,)
+    methods: Sequence[str] = ("full",)
+    kilobytes: Sequence[str] = ()
+    rows: int = 48
+    seeds: int = 3

@@ -25,6 +25,7 @@ from firstlight.tokenizer import Tokenizer, train_tokenizer
 from firstlight.training.guard import DivergedError
 from firstlight.training.loop import RunAhead, train
 from firstlight.training.step import train_step
+from firstlight.training.validation import replay_share
 
 
 class StoppedError(Exception):
@@ -128,6 +129,25 @@ def test_best_checkpoint_has_lowest_sum_of_both_texts(kept: dict[str, Any], star
     assert result.new == (found[0]["bits_per_byte"], found[result.step]["bits_per_byte"])
     change = 100 * (result.new[1] / result.new[0] - 1)
     assert f"new text: {abs(change):.0f}% fewer bits; kept text: " in str(result)
+
+
+@pytest.mark.parametrize(
+    "rise, passes, share",
+    [
+        (0.05, 1, 0.25),
+        (0.0, 16, 0.25),
+        (0.0, 16.1, 0.1),  # 0.25 would read the kept text more than four times
+        (0.0, 41, 0.05),
+        (0.0, 81, 0.0),
+        (-0.009, 1, 0.25),
+        (-0.01, 1, 0.1),
+        (-0.01, 50, 0.05),
+    ],
+)
+def test_replay_share_depends_on_rise_and_size_of_kept_text(
+    rise: float, passes: float, share: float
+) -> None:
+    assert replay_share(rise, passes) == share
 
 
 @pytest.mark.parametrize("stop", [2, 4, 7])  # before the choice, at it, and after it

@@ -727,7 +727,7 @@ class ReplayedDataset(MixedDataset):
 
 #: Shares of kept text among which a run chooses, and the share with which it starts.
 REPLAY_SHARES = (0.0, 0.05, 0.1, 0.25)
-FIRST_REPLAY_SHARE = 0.05
+FIRST_REPLAY_SHARE = 0.1
 
 
 def _replay_turns(share: float) -> Turns:

@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from firstlight.data.corpus import Corpus
+from firstlight.data.corpus import REPLAY_SHARES, Corpus
 from firstlight.errors import DIVERGED_REMEDY, ModelError
 from firstlight.evaluation.perplexity import Evaluation, evaluate_split, evaluation_rows
 from firstlight.evaluation.scores import Task, change_text, perplexity_of
@@ -216,28 +216,33 @@ def _take_validation(
     }
 
 
-#: A run replays the first of these shares of kept text whose limit is not exceeded by the rise of
-#: the kept text's bits per byte in the first tenth of the run. See "Keep what it knows" in
-#: docs/finetuning.md.
-_REPLAY_LIMITS = ((0.0, 0.0), (0.1, 0.01), (0.25, math.inf))
+#: If the bits per byte of the kept text have fallen by at least this fraction after a tenth of the
+#: run, the new text teaches the kept text as well, and the lower share is enough. The limit is
+#: measured: see "Keep what the model knows" in docs/finetuning.md.
+_TAUGHT, _SHARE_IF_TAUGHT, _USUAL_SHARE = 0.01, 0.1, 0.25
+#: Maximum number of passes over the kept text. With more passes, it would be memorised.
+_MOST_KEPT_EPOCHS = 4.0
 
 
-def replay_share(start: float, now: float) -> float:
-    """Return the share of kept text in the rest of a run.
+def replay_share(rise: float, passes: float) -> float:
+    """Return the share of kept text in the rest of a run, one of `REPLAY_SHARES`.
 
     Args:
-        start, now: bits per byte of the kept text before the run and after its first tenth.
+        rise: relative change of the kept text's bits per byte in the first tenth of the run.
+        passes: number of passes over the kept text if all of the remaining rows were kept text.
     """
-    return next(share for share, limit in _REPLAY_LIMITS if now / start - 1 <= limit)
+    wanted = _SHARE_IF_TAUGHT if rise <= -_TAUGHT else _USUAL_SHARE
+    return max(s for s in REPLAY_SHARES if s <= wanted and s * passes <= _MOST_KEPT_EPOCHS)
 
 
 def _choose_replay(run: Run, kept: float) -> None:
-    start = run.state.kept_start
+    start, dataset = run.state.kept_start, run.dataset
     assert start is not None
-    share = replay_share(start[1], kept)
+    left = run.batch.before(run.max_steps) - run.rows_read
+    share = replay_share(kept / start[1] - 1, left / dataset.parts[1].dataset.num_rows(run.seq_len))
     run.take_replay(share)
     run.bar.message(
-        f"step {run.state.step}: {change_text(start[1], kept)} for the kept text so far, so "
+        f"step {run.state.step}: {change_text(start[1], kept)} for the kept text so far; "
         f"{100 * share:.0f}% of the following rows are kept text"
     )
 

@@ -1,0 +1,199 @@
+"""`python -m benchmarks keeping`: what fine-tuning on a text gains on it and loses on others.
+
+Each run is a call of `train_texts` with `init_from`. The rows are all combinations of the shares of
+kept text (--replay), learning rates as multiples of the chosen rate, methods (all weights or LoRA)
+and sizes of the text. The control set is made once, by the first run. The held-out text is the same
+for all sizes: the last tenth of the text.
+
+Each finished run is one line of results.jsonl. A second call in the same folder measures the
+missing runs.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import shutil
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.options import KeepingBench
+from benchmarks.pages import markdown_table
+from firstlight.bench.display import new_figure, png_of
+from firstlight.checkpoint.selection import resolve_model_folder
+from firstlight.console import say
+from firstlight.errors import ConfigError
+from firstlight.files.atomic import make_folder, write_file
+from firstlight.from_texts.run import train_texts
+from firstlight.hardware.device import find_hardware, machine_facts
+from firstlight.lora.files import config_folder
+from firstlight.planner.advise.defaults import finetuning_rate
+from firstlight.run_log.reader import read_json_lines
+from firstlight.weights.huggingface import read_config
+
+#: Recipe keys of each method. The sample texts of the runs are not read.
+METHODS: dict[str, dict[str, Any]] = {"full": {}, "lora": {"lora.rank": 16, "lora.alpha": 32}}
+_KEYS = ("replay", "rate", "method", "kilobytes")
+#: Number of evaluations of a run.
+_EVALUATIONS = 5
+
+
+def bench_keeping(options: KeepingBench) -> dict[str, Any]:
+    """Measure all rows, and return {"machine", "model", "text", "runs"}.
+
+    Raises:
+        ConfigError: a method is unknown.
+        FirstlightError: see `train_texts`.
+    """
+    if unknown := set(options.methods) - METHODS.keys():
+        raise ConfigError(f"methods: {', '.join(METHODS)}, not {', '.join(unknown)}")
+    folder = options.folder
+    make_folder(folder)
+    text = Path(options.text).read_text(encoding="utf-8")
+    cut = text.rfind("\n", 0, int(0.9 * len(text))) + 1
+    write_file(folder / "held-out.txt", text[cut:])
+    path = folder / "results.jsonl"
+    found = read_json_lines(path)
+    grid = itertools.product(
+        range(options.seeds), map(int, options.kilobytes or [0]), options.methods, options.rates
+    )
+    for seed, kilobytes, method, rate in grid:
+        new = folder / f"new-{kilobytes}" / f"{Path(options.text).stem}.txt"
+        make_folder(new.parent)
+        write_file(new, text[: min(cut, 1000 * kilobytes or cut)])
+        for replay in options.replays:
+            row = dict(zip(_KEYS, (replay, rate, method, kilobytes), strict=True)) | {"seed": seed}
+            if any(row.items() <= one.items() for one in found):
+                continue
+            result = row | measure(options, new, row)
+            found.append(result)
+            write_file(path, "".join(json.dumps(one) + "\n" for one in found))
+            say(f"{row}: {result['new'][-1]:.4f} new, {result['kept'][-1]:.4f} kept")
+    machine = machine_facts(find_hardware("auto"))
+    return {"machine": machine, "model": options.model, "text": options.text, "runs": found}
+
+
+def measure(options: KeepingBench, new: Path, row: Mapping[str, Any]) -> dict[str, Any]:
+    """Fine-tune the model on a text.
+
+    Args:
+        options: model, length and kept text.
+        new: training text.
+        row: replay, rate, method and seed of the run.
+
+    Returns:
+        "steps", "new", "kept": step and bits per byte of each evaluation; "share": share of kept
+        text; "learning_rate", "seconds".
+    """
+    folder, control = options.folder / "run", options.folder / "kept"
+    shutil.rmtree(folder, ignore_errors=True)
+    config = read_config(config_folder(resolve_model_folder(options.model)))
+    chosen = finetuning_rate("adamw", config.hidden_size, {}, adapters=row["method"] == "lora")
+    learning_rate = float(f"{row['rate'] * chosen:.3g}")
+    done = train_texts(
+        new,
+        steps=options.steps,
+        init_from=options.model,
+        run_dir=folder,
+        overrides={
+            **METHODS[row["method"]],
+            "run.seed": row["seed"],
+            "optimizer.learning_rate": learning_rate,
+            "batch.global_batch_tokens": options.batch_tokens,
+            "evaluation.max_rows": options.rows,
+            "evaluation.sample_prompts": [],
+            "evaluation.every_steps": max(options.steps // _EVALUATIONS, 1),
+            "checkpoint.every_steps": 0,
+        },
+        val_inputs=options.folder / "held-out.txt",
+        keep=options.keep or (control if control.is_dir() else ()),
+        replay=None if row["replay"] == "auto" else float(row["replay"]),
+        progress=False,
+    )
+    if not options.keep and not control.is_dir():
+        shutil.copytree(folder / "kept", control)
+    lines = [line for line in read_json_lines(folder / "metrics.jsonl") if "kept/loss" in line]
+    events = read_json_lines(folder / "events.jsonl")
+    return {
+        "steps": [line["step"] for line in lines],
+        "new": [line["bits_per_byte"] for line in lines],
+        "kept": [line["kept/bits_per_byte"] for line in lines],
+        "share": events[0]["share"] if events else float(row["replay"]),
+        "learning_rate": learning_rate,
+        "seconds": done.seconds,
+    }
+
+
+# The table and the picture
+
+HEADER = ("replay", "rate", "method", "text", "runs", "new text", "kept text", "sum")
+
+
+def groups(runs: Sequence[Mapping[str, Any]]) -> Iterator[list[Mapping[str, Any]]]:
+    """Yield the runs of each row, which differ only in their seed."""
+    found: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
+    for run in runs:
+        found.setdefault(tuple(run[key] for key in _KEYS), []).append(run)
+    yield from found.values()
+
+
+def row_cells(runs: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return the cells of a row: the means and, in brackets, the spread over the seeds (largest
+    minus smallest). The changes are relative to the starting model.
+    """
+    first = runs[0]
+
+    def change(key: str) -> str:
+        found = [100 * (run[key][-1] / run[key][0] - 1) for run in runs]
+        spread = max(found) - min(found)
+        return f"{statistics.mean(found):+.1f}% ({spread:.1f})"
+
+    sums = [run["new"][-1] + run["kept"][-1] for run in runs]
+    share = first["replay"]
+    if share == "auto":
+        share += f" ({', '.join(sorted({format(run['share'], 'g') for run in runs}))})"
+    rate = f"{first['rate']:g} x ({first['learning_rate']:.2g})"
+    size = f"{first['kilobytes']} kB" if first["kilobytes"] else "all"
+    spread = f"{statistics.mean(sums):.4f} ({max(sums) - min(sums):.4f})"
+    return [
+        share,
+        rate,
+        first["method"],
+        size,
+        str(len(runs)),
+        change("new"),
+        change("kept"),
+        spread,
+    ]
+
+
+def draw(result: Mapping[str, Any]) -> bytes:
+    """Draw the mean curves of the new and the kept text as PNG bytes."""
+    figure = new_figure(11, 4.5)
+    for axes, key in zip(figure.subplots(1, 2), ("new", "kept"), strict=True):
+        for runs in groups(result["runs"]):
+            first = runs[0]
+            means = [statistics.mean(x) for x in zip(*(run[key] for run in runs), strict=False)]
+            label = " ".join(str(first[name]) for name in _KEYS if first[name])
+            style = "--" if first["replay"] == "auto" else "-"
+            axes.plot(first["steps"][: len(means)], means, style, label=label)
+        axes.set_title(f"{key} text", loc="left")
+        axes.set_xlabel("step")
+        axes.set_ylabel("bits per byte, held out")
+    axes.legend(title=", ".join(_KEYS), fontsize=7)
+    return png_of(figure)
+
+
+def page(result: Mapping[str, Any], picture: str) -> str:
+    """Return the page of a result in Markdown. `picture` is the relative path of its picture."""
+    table = markdown_table(HEADER, [row_cells(runs) for runs in groups(result["runs"])])
+    machine: Any = result["machine"]
+    return f"""# {Path(result["text"]).stem}: gained and lost
+
+Model: {result["model"]}. Machine: {machine["name"]}, torch {machine["torch"]}.
+
+{table}
+![Curves of the new and the kept text]({picture})
+"""
