@@ -57,17 +57,21 @@ def bench_keeping(options: KeepingBench) -> dict[str, Any]:
     path = folder / "results.jsonl"
     found = read_json_lines(path)
     grid = itertools.product(
-        range(options.seeds), map(int, options.kilobytes or [0]), options.methods, options.rates
+        range(options.seeds),
+        [int(size) for size in options.kilobytes] or [0],
+        options.methods,
+        options.rates,
     )
     for seed, kilobytes, method, rate in grid:
         new = folder / f"new-{kilobytes}" / f"{Path(options.text).stem}.txt"
         make_folder(new.parent)
         write_file(new, text[: min(cut, 1000 * kilobytes or cut)])
         for replay in options.replays:
-            row = dict(zip(_KEYS, (replay, rate, method, kilobytes), strict=True)) | {"seed": seed}
+            values = replay, rate, method, kilobytes, seed
+            row: dict[str, Any] = dict(zip((*_KEYS, "seed"), values, strict=True))
             if any(row.items() <= one.items() for one in found):
                 continue
-            result = row | measure(options, new, row)
+            result = {**row, **measure(options, new, row)}
             found.append(result)
             write_file(path, "".join(json.dumps(one) + "\n" for one in found))
             say(f"{row}: {result['new'][-1]:.4f} new, {result['kept'][-1]:.4f} kept")
@@ -75,7 +79,7 @@ def bench_keeping(options: KeepingBench) -> dict[str, Any]:
     return {"machine": machine, "model": options.model, "text": options.text, "runs": found}
 
 
-def measure(options: KeepingBench, new: Path, row: Mapping[str, Any]) -> dict[str, Any]:
+def measure(options: KeepingBench, new: Path, row: Mapping[str, Any]) -> Mapping[str, Any]:
     """Fine-tune the model on a text.
 
     Args:

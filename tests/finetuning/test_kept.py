@@ -166,7 +166,7 @@ def test_resumed_call_keeps_control_set(
     with pytest.raises(StoppedError):
         tuned(new, model, on_step=stop)
     text = (whole.run_folder / "control.jsonl").read_bytes()
-    monkeypatch.setattr("firstlight.finetuning.kept.own_texts", lambda _: pytest.fail("again"))
+    monkeypatch.setattr("firstlight.finetuning.kept.own_texts", lambda *_: pytest.fail("again"))
     again = tuned(new, model)
     assert again.run_folder == whole.run_folder
     assert (whole.run_folder / "control.jsonl").read_bytes() == text

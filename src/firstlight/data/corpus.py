@@ -660,7 +660,10 @@ class _Stage:
 
 class ReplayedDataset(MixedDataset):
     """Rows of new text, some of which are replaced with rows of kept text ("replay"), so that the
-    model does not forget the kept text. The share of kept text can change during a run.
+    model does not forget the kept text. See Ibrahim et al., "Simple and Scalable Strategies to
+    Continually Pre-train Large Language Models" (2024, arXiv:2403.08763), who replay 5% of old
+    text if the new text is similar to it, and 25% or more if it is not. The share of kept text can
+    change during a run.
 
     An epoch has as many rows as the new text. A larger share of kept text therefore does not make
     the run longer, but shows the model less of the new text.

@@ -54,6 +54,7 @@ class KeptText:
         inputs: the new text. The control set contains none of it.
         model: folder of the initial model.
         tokenizer: tokenizer of the initial model.
+        device: device on which the model writes texts; see `run.device`.
 
     Attributes:
         key: hash of the kept text; "" for the control set.
@@ -65,9 +66,15 @@ class KeptText:
     """
 
     def __init__(
-        self, keep: Sequence[str], inputs: Sequence[str], model: Path, tokenizer: Tokenizer
+        self,
+        keep: Sequence[str],
+        inputs: Sequence[str],
+        model: Path,
+        tokenizer: Tokenizer,
+        device: str = "auto",
     ) -> None:
         self._keep, self._model, self._tokenizer = keep, model, tokenizer
+        self._device = device
         self._has_code = STANDARD_LIBRARY not in distinct_inputs(inputs)
         self._prepared = next(filter(None, map(_prepared_folder, keep)), None)
         self._sources: list[DataSource] = []
@@ -126,7 +133,7 @@ class KeptText:
             "kept text: none given with --keep, so Python's documentation and code and texts that "
             "the model writes now are the control set"
         )
-        own = list(own_texts(self._model))
+        own = list(own_texts(self._model, self._device))
         is_own = {digest_of(text) for text in own}
         python = [*_prose(), *(_code() if self._has_code else ())]
         # Some of Python's files are the same.
@@ -185,11 +192,12 @@ def _spread(texts: Sequence[str]) -> list[str]:
     return list(texts[::every])
 
 
-def own_texts(model: Path) -> Iterator[str]:
+def own_texts(model: Path, device: str = "auto") -> Iterator[str]:
     """Yield texts that a model writes without a prompt, at temperature 1.
 
     Args:
         model: folder of the model.
+        device: device of the model.
 
     Raises:
         ModelError, CheckpointError: the model can't be used.
@@ -197,8 +205,9 @@ def own_texts(model: Path) -> Iterator[str]:
     from firstlight.generation.batch import BatchDecoder
     from firstlight.generation.config import SamplingConfig
     from firstlight.generation.engine import continuation, load, pieces_of_many, tokenizer_of
+    from firstlight.hardware.device import find_hardware
 
-    loaded = load(model)
+    loaded = load(model, find_hardware(device).device)
     context = loaded.model.config.max_position_embeddings
     ids = tokenizer_of(loaded).encode_prompt("")
     tokens = min(_OWN_TOKENS, context - len(ids))

@@ -213,7 +213,13 @@ class FineTuning:
             self._unread = self._scan.unread
             self._data = TuningData("text", self._scan.facts.documents)
             key = self._scan.facts.content_key
-        self._kept = KeptText(request.keep, request.inputs, self._folder, self._tokenizer)
+        self._kept = KeptText(
+            request.keep,
+            request.inputs,
+            self._folder,
+            self._tokenizer,
+            device=request.fixed.get("run.device") or "auto",
+        )
         place = str(self._folder.resolve())
         content = f"{key} {place}{self._kept.key}"
         self.content_key = hashlib.sha256(content.encode()).hexdigest()[:16]
