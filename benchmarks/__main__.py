@@ -188,7 +188,7 @@ def budget_command(folder: Path, page_file: Path | None, as_json: bool, **option
 @field_option(KeepingBench, "replays", "--replay", "SHARE")
 @field_option(KeepingBench, "rates", "--rate", "MULTIPLE")
 @field_option(KeepingBench, "methods", "--method", "NAME")
-@bench_options(KeepingBench, "kilobytes", "rows")
+@bench_options(KeepingBench, "kilobytes", "rows", "evaluations")
 @with_json
 def keeping_command(folder: Path, page_file: Path | None, as_json: bool, **options: Any) -> Result:
     """Fine-tune MODEL on TEXT with several shares of kept text, learning rates, methods and sizes

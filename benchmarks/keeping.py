@@ -36,8 +36,6 @@ from firstlight.weights.huggingface import read_config
 #: Recipe keys of each method. The sample texts of the runs are not read.
 METHODS: dict[str, dict[str, Any]] = {"full": {}, "lora": {"lora.rank": 16, "lora.alpha": 32}}
 _KEYS = ("replay", "rate", "method", "kilobytes")
-#: Number of evaluations of a run.
-_EVALUATIONS = 5
 
 
 def bench_keeping(options: KeepingBench) -> dict[str, Any]:
@@ -108,7 +106,7 @@ def measure(options: KeepingBench, new: Path, row: Mapping[str, Any]) -> Mapping
             "batch.global_batch_tokens": options.batch_tokens,
             "evaluation.max_rows": options.rows,
             "evaluation.sample_prompts": [],
-            "evaluation.every_steps": max(options.steps // _EVALUATIONS, 1),
+            "evaluation.every_steps": max(options.steps // options.evaluations, 1),
             "checkpoint.every_steps": 0,
         },
         val_inputs=options.folder / "held-out.txt",

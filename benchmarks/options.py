@@ -208,6 +208,7 @@ class KeepingBench(FolderBench):
         methods: full or lora; may be given several times.
         kilobytes: sizes of the new text; may be given several times. [all of it]
         rows: held-out rows of each text per evaluation.
+        evaluations: number of evaluations after the first step.
         seeds: runs of each row.
     """
 
@@ -221,4 +222,5 @@ class KeepingBench(FolderBench):
     methods: Sequence[str] = ("full",)
     kilobytes: Sequence[str] = ()
     rows: int = 48
+    evaluations: int = 5
     seeds: int = 3
