@@ -106,11 +106,23 @@ def test_control_set_has_prose_code_and_texts_of_the_model(tmp_path: Path, model
 def test_control_set_has_no_code_of_the_new_text(
     tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from firstlight.finetuning import kept
+    monkeypatch.setattr("firstlight.finetuning.kept._code", lambda: pytest.fail("is the new text"))
+    run = tuned("stdlib", model, steps=2, overrides={"data.seq_len": 64})
+    assert evaluated(run)[0] == 0
 
-    monkeypatch.setattr(kept, "_code", lambda: pytest.fail("the new text is that code"))
-    text = kept.KeptText((), ["stdlib"], model, Tokenizer.from_pretrained(model))
-    assert text.key == ""
+
+def test_kept_text_is_read_like_the_new_text(tmp_path: Path, model: Path) -> None:
+    for name, seed in (("new", 1), ("old", 2)):
+        texts = make_texts(60, seed)
+        write_lines(tmp_path / f"{name}.jsonl", [{"body": text} for text in texts])
+    run = tuned(tmp_path / "new.jsonl", model, keep=tmp_path / "old.jsonl", text_key="body")
+    assert evaluated(run)[0] == 0
+
+
+def test_kept_text_that_is_the_new_text_is_refused(tmp_path: Path, model: Path) -> None:
+    new = write_texts(tmp_path / "new")
+    with pytest.raises(FirstlightError, match="is the new text: keep another text"):
+        tuned(new, model, keep=new)
 
 
 @pytest.mark.parametrize("kind", ["files", "corpus", "run"])

@@ -205,6 +205,24 @@ def test_chosen_share_survives_rollback_to_earlier_step(
     assert last["epoch/kept"] * rows_in(Path(kept["data"]["keep"])) == pytest.approx(rows, abs=2)
 
 
+def test_kept_text_is_compared_with_start_without_other_evaluations(
+    kept: dict[str, Any], start: Path, data: Path, tmp_path: Path, tokenizer: Tokenizer
+) -> None:
+    """Neither a validation split nor regular evaluations are needed."""
+    write_lines(tmp_path / "new.jsonl", [{"text": text} for text in make_texts(60)])
+    prepare([tmp_path / "new.jsonl"], tokenizer, tmp_path / "new", val_fraction=0.0)
+    for folder, steps in ((tmp_path / "new", [0, 4, 10, 20, 30]), (data, [0, 4, 30])):
+        run = copy.deepcopy(kept)
+        run["run"]["dir"] = str(tmp_path / f"run-{folder.name}")
+        run["data"]["dir"] = str(folder)
+        run["evaluation"] |= {"on_start": False, "every_steps": 10 if len(steps) == 5 else 0}
+        train(run, init_from=start)
+        assert [line["step"] for line in lines(run) if "kept/loss" in line] == steps
+        events = read_json_lines(folder_of(run) / "events.jsonl")
+        assert [(one["event"], one["step"]) for one in events] == [("replay", 4)]
+        assert (kept_result(folder_of(run)) is None) is (folder.name == "new")
+
+
 def test_given_share_is_exact(kept: dict[str, Any], start: Path, old: Path) -> None:
     kept["data"]["replay"] = 0.25
     train(kept, init_from=start)

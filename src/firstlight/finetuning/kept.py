@@ -31,6 +31,7 @@ from firstlight.files.atomic import make_folder, write_file
 from firstlight.planner.advise import defaults
 
 if TYPE_CHECKING:
+    from firstlight.from_texts.request import Request
     from firstlight.from_texts.run_folder import RunCall
     from firstlight.tokenizer import Tokenizer
 
@@ -49,12 +50,10 @@ class KeptText:
     """The text that a fine-tuned model should not forget.
 
     Args:
-        keep: files, folders, a prepared corpus or a run, which stands for the data of the run;
-            empty for the control set.
-        inputs: the new text. The control set contains none of it.
+        request: the user's request. Its kept text is files, folders, a prepared corpus or a run,
+            which stands for the data of the run; empty for the control set.
         model: folder of the initial model.
         tokenizer: tokenizer of the initial model.
-        device: device on which the model writes texts; see `run.device`.
 
     Attributes:
         key: hash of the kept text; "" for the control set.
@@ -65,17 +64,9 @@ class KeptText:
             inputs.
     """
 
-    def __init__(
-        self,
-        keep: Sequence[str],
-        inputs: Sequence[str],
-        model: Path,
-        tokenizer: Tokenizer,
-        device: str = "auto",
-    ) -> None:
-        self._keep, self._model, self._tokenizer = keep, model, tokenizer
-        self._device = device
-        self._has_code = STANDARD_LIBRARY not in distinct_inputs(inputs)
+    def __init__(self, request: Request, model: Path, tokenizer: Tokenizer) -> None:
+        keep = request.keep
+        self._request, self._model, self._tokenizer = request, model, tokenizer
         self._prepared = next(filter(None, map(_prepared_folder, keep)), None)
         self._sources: list[DataSource] = []
         self.key = ""
@@ -92,7 +83,7 @@ class KeptText:
                 )
             self.key = json.dumps(manifest, sort_keys=True)
         elif keep:
-            self._sources = find_sources(keep)
+            self._sources = find_sources(keep, as_is=request.as_is)
             paths = [one.path for one in self._sources if one.path is not None]
             stats = [(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in paths]
             self.key = json.dumps([list(keep), stats])
@@ -114,9 +105,16 @@ class KeptText:
         if self._sources:
             sources = limited_sources(self._sources, defaults.PREPARED_BYTES)
             try:
-                prepare(sources, self._tokenizer, folder, overwrite=True, progress=call.progress)
+                prepare(
+                    sources,
+                    self._tokenizer,
+                    folder,
+                    text_key=self._request.text_key,
+                    overwrite=True,
+                    progress=call.progress,
+                )
             except TokenizerError as error:
-                raise TokenizerError(f"--keep {shlex.join(self._keep)}: {error}") from error
+                raise TokenizerError(f"--keep {shlex.join(self._request.keep)}: {error}") from error
         else:
             self._prepare_control_set(folder, call)
         manifest = read_manifest(folder)
@@ -133,9 +131,11 @@ class KeptText:
             "kept text: none given with --keep, so Python's documentation and code and texts that "
             "the model writes now are the control set"
         )
-        own = list(own_texts(self._model, self._device))
+        device = self._request.fixed.get("run.device") or "auto"
+        own = list(own_texts(self._model, device))
         is_own = {digest_of(text) for text in own}
-        python = [*_prose(), *(_code() if self._has_code else ())]
+        is_new = STANDARD_LIBRARY in distinct_inputs(self._request.inputs)
+        python = [*_prose(), *(() if is_new else _code())]
         # Some of Python's files are the same.
         texts = dict.fromkeys([*filter(self._encodes, python), *own])
 

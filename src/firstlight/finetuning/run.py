@@ -114,7 +114,13 @@ class TuningPlan(RunPlan):
     def first_rows(self) -> list[Row]:
         method = self.facts.method
         rows = [("method", method.name, method.reason)]
-        return rows if self.template is None else [*rows, ("template", *self.template)]
+        rows += [] if self.template is None else [("template", *self.template)]
+        replay = self.request.fixed.get("data.replay", self.data.get("replay"))
+        share = (
+            "chosen after a tenth of the run" if replay is None else f"{100 * replay:g}% of rows"
+        )
+        kept = ", ".join(self.request.keep) or "control set"
+        return [*rows, ("kept text", kept, f"measured from step 0 on; replayed: {share}")]
 
 
 class FineTuning:
@@ -213,13 +219,7 @@ class FineTuning:
             self._unread = self._scan.unread
             self._data = TuningData("text", self._scan.facts.documents)
             key = self._scan.facts.content_key
-        self._kept = KeptText(
-            request.keep,
-            request.inputs,
-            self._folder,
-            self._tokenizer,
-            device=request.fixed.get("run.device") or "auto",
-        )
+        self._kept = KeptText(request, self._folder, self._tokenizer)
         place = str(self._folder.resolve())
         content = f"{key} {place}{self._kept.key}"
         self.content_key = hashlib.sha256(content.encode()).hexdigest()[:16]

@@ -117,6 +117,8 @@ def with_kept_text(
         require_same_tokenizer(new, kept)
         return train, kept
     replayed = TokenDataset(folder, "train", verify=data.verify)
+    if replayed.manifest == new.manifest:
+        raise DataError(f"the kept text in {folder} is the new text: keep another text")
     return ReplayedDataset(new, replayed, data.replay), kept
 
 

@@ -272,10 +272,13 @@ class Run:
     @property
     def decides_replay(self) -> bool:
         """True if the share of kept text in the following rows must be chosen after the current
-        step. This is the case once, after a tenth of the run and its warm-up.
+        step. This is the case once, after a tenth of the run and its warm-up. In a run with a time
+        budget, the number of steps must have been decided as well.
         """
-        step, warmup_steps = self.state.step, self.schedule.warmup_steps
-        return self._is_replay_open and step > warmup_steps and 10 * step >= self.max_steps
+        if not self._is_replay_open or self.schedule.is_open:
+            return False
+        step = self.state.step
+        return step > self.schedule.warmup_steps and 10 * step >= self.max_steps
 
     def take_replay(self, share: float) -> None:
         """Use a share of kept text for all rows after the current step."""
@@ -521,7 +524,8 @@ class Run:
         config, is_new = self.recipe.evaluation, self.state.step == 0 and self.saved_step < 0
         # The losses of kept text are always compared with those of the starting model.
         evaluates = (config.on_start and config.every_steps > 0) or self.kept is not None
-        has_losses = self.validation is not None or config.train_rows > 0
+        texts = (self.validation, self.kept)
+        has_losses = any(text is not None for text in texts) or config.train_rows > 0
         if is_new and ((evaluates and has_losses) or self.is_last(0)):
             self.state.pending = {"step": 0, "tokens_seen": 0, "epoch": 0.0}
 

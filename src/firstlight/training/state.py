@@ -196,10 +196,10 @@ class TrainState:
         micro_batch_rows: micro-batch size in rows, reduced after memory ran out; 0 to use the
             recipe's value.
         val_loss: validation loss after the last step; None if it was not measured. In a run with
-            kept text, the sum of the bits per byte of the new and the kept text (see
-            `validation.trade`).
+            kept text, the sum of the bits per byte of the new and the kept text; for preference
+            pairs, of their loss and the kept text's bits per byte.
         best_val_loss: lowest `val_loss` measured after any step; None before the first one.
-        kept_start: losses before the first step, see `validation.Trade`; None without kept text.
+        kept_start: bits per byte of the kept text before the first step; None without kept text.
         replay: first row and share of kept text, once a run has chosen its share; None before.
         pending: metrics of the last step if they have not been written to the logs yet, for example
             because the evaluation after the step has not ended; None once they are written.
@@ -217,7 +217,7 @@ class TrainState:
     best_val_loss: float | None = None
     pending: dict[str, Any] | None = None
     events: list[dict[str, Any]] = field(default_factory=list)
-    kept_start: tuple[float, float] | None = None
+    kept_start: float | None = None
     replay: tuple[int, float] | None = None
 
 
@@ -315,8 +315,8 @@ def _saved_state(saved: Mapping[str, Any]) -> TrainState:
             best_val_loss=saved.get("best_val_loss"),
             pending=saved.get("pending"),
             events=list(saved.get("events", [])),
-            kept_start=_numbers(saved.get("kept_start")),
-            replay=_numbers(saved.get("replay")),
+            kept_start=saved.get("kept_start"),
+            replay=_share_from(saved.get("replay")),
         )
     except KeyError as error:
         raise CheckpointError(f"trainer_state.json lacks {error}") from error
@@ -332,10 +332,9 @@ def _saved_state(saved: Mapping[str, Any]) -> TrainState:
             f"trainer_state.json is damaged: {state.skipped_steps} of {state.step} steps were "
             "skipped"
         )
-    if type(state.best_val_loss) not in (float, type(None)):
-        raise CheckpointError(
-            f"trainer_state.json is damaged: best_val_loss is {state.best_val_loss!r:.100}"
-        )
+    for name in ("best_val_loss", "kept_start"):
+        if type(value := getattr(state, name)) not in (float, type(None)):
+            raise CheckpointError(f"trainer_state.json is damaged: {name} is {value!r:.100}")
     if not all(map(_is_event, state.events)):
         raise CheckpointError("trainer_state.json is damaged: an event has no name or no step")
     if state.pending is not None and not _is_record(state.pending, state.step):
@@ -345,17 +344,17 @@ def _saved_state(saved: Mapping[str, Any]) -> TrainState:
     return state
 
 
-def _numbers(pair: Any) -> Any:
-    """Return a pair of numbers as a tuple, or None for None.
+def _share_from(saved: Any) -> tuple[int, float] | None:
+    """Return the value of `TrainState.replay`, which JSON stores as a list.
 
     Raises:
-        TypeError: the value is something else.
+        TypeError: the value is damaged.
     """
-    if pair is None:
+    if saved is None:
         return None
-    if not isinstance(pair, list) or [type(x) in (int, float) for x in pair] != [True, True]:
-        raise TypeError(f"{pair!r:.100} is not a pair of numbers")
-    return tuple(pair)
+    if not isinstance(saved, list) or [type(x) for x in saved] not in ([int, float], [int, int]):
+        raise TypeError(f"replay is {saved!r:.100}")
+    return saved[0], saved[1]
 
 
 def _is_event(line: Any) -> bool:

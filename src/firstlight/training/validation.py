@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from firstlight.data.corpus import REPLAY_SHARES, Corpus
+from firstlight.data.corpus import FIRST_REPLAY_SHARE, REPLAY_SHARES, Corpus
 from firstlight.errors import DIVERGED_REMEDY, ModelError
 from firstlight.evaluation.perplexity import Evaluation, evaluate_split, evaluation_rows
 from firstlight.evaluation.scores import Task, change_text, perplexity_of
@@ -96,7 +96,8 @@ def evaluations_due(run: Run) -> tuple[bool, bool, bool]:
     config, step = run.recipe.evaluation, run.state.step
     is_start = step == 0 and not run.is_last(0)
     is_regular = run.is_due(config.every_steps)
-    losses_due = is_regular or run.decides_replay
+    # What is lost of kept text is always measured from the initial model on.
+    losses_due = is_regular or run.decides_replay or (is_start and run.kept is not None)
     samples_due = is_regular and not is_start
     if config.samples_at == "epoch":
         samples_due = run.ends_epoch or run.is_last(step)
@@ -148,6 +149,10 @@ def _validate(run: Run, check: Callable[[], None]) -> None:
     if run.kept is not None:
         kept, _ = measured(run.kept, key="kept/loss", max_rows=config.max_rows)
         record |= {"kept/loss": kept.loss, "kept/bits_per_byte": kept.bits_per_byte}
+        if run.state.step == 0:
+            run.state.kept_start = kept.bits_per_byte
+        if run.decides_replay:
+            _choose_replay(run, kept.bits_per_byte)
     if run.validation is not None:
         found, by_corpus = measured(run.validation, key="val/loss", max_rows=config.max_rows)
         record |= _take_validation(run, found, by_corpus, kept)
@@ -183,13 +188,8 @@ def _take_validation(
     score = found.loss
     if kept is not None:
         # Bits per byte are not defined for preference pairs.
-        new = found.loss if preferred else found.bits_per_byte
-        score = new + kept.bits_per_byte
+        score = kept.bits_per_byte + (found.loss if preferred else found.bits_per_byte)
         rows = f"{rows}; kept text {kept.bits_per_byte:.4f} bits per byte"
-        if state.kept_start is None:
-            state.kept_start = new, kept.bits_per_byte
-        elif run.decides_replay:
-            _choose_replay(run, kept.bits_per_byte)
     run.evaluation, state.val_loss = found, score
     if state.step:  # Step 0 is ignored, because an untrained model can't be the best checkpoint.
         state.best_val_loss = score if best is None else min(best, score)
@@ -237,12 +237,14 @@ def replay_share(rise: float, passes: float) -> float:
 
 def _choose_replay(run: Run, kept: float) -> None:
     start, dataset = run.state.kept_start, run.dataset
-    assert start is not None
+    if start is None:  # The run began with the steps of another run, so there is no comparison.
+        run.take_replay(FIRST_REPLAY_SHARE)
+        return
     left = run.batch.before(run.max_steps) - run.rows_read
-    share = replay_share(kept / start[1] - 1, left / dataset.parts[1].dataset.num_rows(run.seq_len))
+    share = replay_share(kept / start - 1, left / dataset.parts[1].dataset.num_rows(run.seq_len))
     run.take_replay(share)
     run.bar.message(
-        f"step {run.state.step}: {change_text(start[1], kept)} for the kept text so far; "
+        f"step {run.state.step}: {change_text(start, kept)} for the kept text so far; "
         f"{100 * share:.0f}% of the following rows are kept text"
     )
 
