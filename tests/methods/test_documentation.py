@@ -27,12 +27,12 @@ _OTHERS = {
     *(f"lora.{key}" for key in ("rank_pattern", "alpha_pattern", "ensure_weight_tying")),
     *("lora.modules_to_save", "lora.trainable_token_indices"),
 }
-#: Keys of conversations, which have a separate page.
+#: Keys of conversations and of kept text, which have a separate page.
 _OF_CHATS = {
     f"data.{key}"
     for key in (
         *("kind", "files", "val_files", "val_fraction", "format", "template", "tokenizer"),
-        *("train_on", "on_bad", "long"),
+        *("train_on", "on_bad", "long", "keep", "replay"),
     )
 }
 #: Keys of schedules, also on a separate page.
