@@ -92,7 +92,8 @@ def measure(options: KeepingBench, new: Path, row: Mapping[str, Any]) -> Mapping
     folder, control = options.folder / "run", options.folder / "kept"
     shutil.rmtree(folder, ignore_errors=True)
     config = read_config(config_folder(resolve_model_folder(options.model)))
-    chosen = finetuning_rate("adamw", config.hidden_size, {}, adapters=row["method"] == "lora")
+    is_lora = row["method"] == "lora"
+    chosen = finetuning_rate("adamw", config.hidden_size, {}, adapters=is_lora, text=True)
     learning_rate = float(f"{row['rate'] * chosen:.3g}")
     done = train_texts(
         new,

@@ -321,7 +321,8 @@ def _optimizer_choices(facts: TuningFacts, fixed: Mapping[str, Any]) -> Iterator
     model, method = facts.model, facts.method
     name = str(fixed.get("optimizer.name", "adamw"))
     own = given_keys("optimizer", fixed)
-    rate = finetuning_rate(name, model.hidden_size, own, adapters=method.adapters)
+    is_text = facts.data.kind == "text"
+    rate = finetuning_rate(name, model.hidden_size, own, adapters=method.adapters, text=is_text)
     trained = "adapters" if method.adapters else "all weights"
     reason = f"for {trained} at hidden size {model.hidden_size:,}; higher for smaller models"
     if facts.data.kind == "preference" and "learning_rate" not in own:

@@ -325,8 +325,14 @@ def new_model_rates(
     return {**rates, "tuned_width": width} if follows_width else rates
 
 
+#: For plain text, the learning rate of models narrower than this is multiplied by the ratio of the
+#: widths. With three times the usual rate, an own model of width 192 learned 8% more of a new text
+#: and lost 0.3% more of the kept text, while SmolLM2-135M, whose width this is, learned less.
+TEXT_WIDTH = 576
+
+
 def finetuning_rate(
-    name: str, hidden_size: int, given: Mapping[str, Any], *, adapters: bool
+    name: str, hidden_size: int, given: Mapping[str, Any], *, adapters: bool, text: bool = False
 ) -> float:
     """Return the learning rate for fine-tuning, which is higher for narrower models.
 
@@ -335,6 +341,7 @@ def finetuning_rate(
         hidden_size: width of the model.
         given: values of the `optimizer` section that are set by the user.
         adapters: True to fine-tune adapters, False to fine-tune all weights.
+        text: True to train on plain text, False to train on conversations or preference pairs.
 
     Raises:
         ConfigError: no learning rate is known for the optimizer, and the user has not set one.
@@ -346,6 +353,8 @@ def finetuning_rate(
     rate = TUNING_RATE * ratio
     if adapters:
         rate = ADAPTER_MULTIPLE * TUNING_RATE * ratio**ADAPTER_POWER
+    if text:
+        rate *= max(TEXT_WIDTH / hidden_size, 1.0)
     return float(f"{rate * TUNING_MULTIPLES[name]:.2g}")
 
 
