@@ -647,6 +647,20 @@ def test_fine_tuning_on_gpu_with_slow_kernel_launches_fills_budget() -> None:
     assert found.seconds == pytest.approx(30.0, rel=0.05)
 
 
+@pytest.mark.parametrize(
+    "width, multiple", [(64, 3.0), (192, 3.0), (288, 2.0), (576, 1.0), (960, 1.0)]
+)
+def test_fine_tuning_learning_rate_on_text_is_higher_for_narrow_models(
+    width: int, multiple: float
+) -> None:
+    for adapters in (False, True):
+        usual = defaults.finetuning_rate("adamw", width, {}, adapters=adapters)
+        text = defaults.finetuning_rate("adamw", width, {}, adapters=adapters, text=True)
+        assert text == pytest.approx(multiple * usual, rel=0.05)
+        given = {"learning_rate": 0.1}
+        assert defaults.finetuning_rate("adamw", width, given, adapters=adapters, text=True) == 0.1
+
+
 def test_fine_tuning_learning_rate_follows_width_and_method() -> None:
     full = chosen(Length(60.0))["optimizer.learning_rate"]
     assert full == pytest.approx(5e-5 * 2000 / 64, rel=0.05)

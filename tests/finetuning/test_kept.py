@@ -18,11 +18,12 @@ from tokenizers.pre_tokenizers import Whitespace
 from builders import draw_records, make_texts, write_lines, write_texts
 from firstlight.data.corpus import TokenDataset
 from firstlight.data.prepare import prepare
-from firstlight.errors import ConfigError, FirstlightError, InputError
+from firstlight.errors import ConfigError, DataError, FirstlightError, InputError
 from firstlight.finetuning.kept import own_texts
 from firstlight.from_texts import machine as machine_module
 from firstlight.from_texts.result import TextRun, result_lines
 from firstlight.from_texts.run import train_texts
+from firstlight.from_texts.run_folder import RunCall
 from firstlight.models import empty_model
 from firstlight.models.language_model import InitConfig
 from firstlight.models.llama_config import LlamaConfig
@@ -131,7 +132,9 @@ def test_keep_takes_files_a_corpus_and_a_run(
 ) -> None:
     old = write_lines(tmp_path / "old.jsonl", [{"text": text} for text in make_texts(60, 3)])
     prepare([old], tokenizer, tmp_path / "before" / "data")
-    place = {"files": old, "corpus": tmp_path / "before" / "data", "run": tmp_path / "before"}[kind]
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "recipe.yaml").write_text(f"data: {{dir: {tmp_path / 'before' / 'data'}}}")
+    place = {"files": old, "corpus": tmp_path / "before" / "data", "run": tmp_path / "run"}[kind]
     run = tuned(write_texts(tmp_path / "new"), model, keep=place, replay=0.25)
     recipe = yaml.safe_load((run.run_folder / "recipe.yaml").read_text())
     found = Path(recipe["data"]["keep"])
@@ -143,9 +146,11 @@ def test_keep_takes_files_a_corpus_and_a_run(
     last = read_json_lines(run.run_folder / "metrics.jsonl")[-1]
     assert last["epoch/kept"] > 0
     # A second call finds the same run; other kept text starts another one.
-    again = tuned(tmp_path / "new", model, keep=place, replay=0.25)
-    assert (again.run_folder, again.training) == (run.run_folder, None)
-    assert again.kept == run.kept
+    bare = {"resume": True, "steps": None, "overrides": {}}
+    for options in ({"keep": place, "replay": 0.25}, bare):
+        again = tuned(tmp_path / "new", model, **options)
+        assert (again.run_folder, again.training) == (run.run_folder, None)
+        assert again.kept == run.kept
     assert tuned(tmp_path / "new", model).run_folder != run.run_folder
 
 
@@ -182,6 +187,12 @@ def test_resumed_call_keeps_control_set(
     again = tuned(new, model)
     assert again.run_folder == whole.run_folder
     assert (whole.run_folder / "control.jsonl").read_bytes() == text
+    shutil.move(again.run_folder / "kept", tmp_path / "away")
+    monkeypatch.setattr(RunCall, "remember", lambda *_, **__: None)
+    state = json.loads((again.run_folder / "pipeline.json").read_text()) | {"complete": False}
+    (again.run_folder / "pipeline.json").write_text(json.dumps(state))
+    with pytest.raises(ConfigError, match="its shards in runs/new/kept were deleted; restore"):
+        tuned(new, model)
     weights = [
         next(folder.glob("checkpoints/step-00000020/model.safetensors")).read_bytes()
         for folder in (tmp_path / "whole", again.run_folder)
@@ -195,8 +206,11 @@ def test_resumed_call_keeps_control_set(
         ({"keep": "nowhere"}, InputError, "nowhere does not exist"),
         ({"keep": "other"}, ConfigError, "--keep other was prepared with a different tokenizer"),
         ({"keep": ["good", "texts"]}, ConfigError, "good is a prepared corpus: use it as the only"),
+        ({"keep": "chats"}, ConfigError, "chats is a run whose data is not a prepared corpus"),
         ({"keep": "empty"}, InputError, "folder empty contains no text files"),
-        ({"replay": 1.5}, ConfigError, "data.replay.* less than 1"),
+        ({"keep": "one"}, DataError, "one has no 'val' split"),
+        ({"keep": "none.txt"}, InputError, r"--keep none\.txt: the corpus is empty"),
+        ({"replay": 10}, ConfigError, r"--replay is a share such as 0\.1 for 10%, not 10"),
         ({"overrides": {"data.keep": "good"}}, ConfigError, "omit --data.keep .*: use --keep"),
     ],
 )
@@ -207,8 +221,12 @@ def test_wrong_kept_text_is_refused_before_the_run(
     new = write_texts(tmp_path / "new")
     write_texts(tmp_path / "texts")
     (tmp_path / "empty").mkdir()
+    (tmp_path / "chats").mkdir()
+    (tmp_path / "chats" / "recipe.yaml").write_text("data: {files: [chats.jsonl]}")
     prepare([tmp_path / "texts"], train_tokenizer(texts, 300), tmp_path / "other")
     prepare([tmp_path / "texts"], tokenizer, tmp_path / "good")
+    prepare([tmp_path / "texts"], tokenizer, tmp_path / "one", val_fraction=0.0)
+    (tmp_path / "none.txt").write_text("")
     with pytest.raises(error, match=message) as raised:
         tuned(new, model, **changes)
     assert "\n" not in str(raised.value)

@@ -15,6 +15,7 @@ import torch
 
 from builders import draw_text, make_texts, say, with_template, write_lines
 from firstlight.checkpoint.checkpoint import load_trainer_state
+from firstlight.checkpoint.manifest import saved_checkpoints
 from firstlight.data.chat import ChatOptions, prepare_chat
 from firstlight.data.conversations import BadRecordError, to_pair
 from firstlight.data.loader import Batch, rows_to_batch
@@ -430,8 +431,19 @@ def test_preference_run_measures_kept_text(
     sums = {one["step"]: one["val/loss"] + one["kept/bits_per_byte"] for one in found[1:]}
     result = kept_result(folder_of(pairs))
     assert result is not None
-    assert (result.new, result.step) == (None, min(sums, key=sums.__getitem__))
-    assert str(result).startswith("kept text: ")
+    assert result.step == min(sums, key=sums.__getitem__)
+    # The log-probabilities of the chosen answers are those of both models.
+    state = load_trainer_state(saved_checkpoints(folder_of(pairs))[-1].folder)
+    dataset = open_split(state["data"]["dir"], "val")
+    assert isinstance(dataset, PreferenceDataset)
+    ends = [base, next(folder_of(pairs).glob(f"checkpoints/step-*{result.step}"))]
+    with torch.no_grad():
+        for bits, folder in zip(result.new, ends, strict=True):
+            model = load_model(folder, dtype=torch.float32).model
+            examples = [dataset.example(i) for i in range(0, len(dataset.lengths), 2)]
+            mean = np.mean([float(log_prob(model, *one)) for one in examples])
+            assert bits == pytest.approx(-mean / math.log(2), rel=1e-4)
+    assert str(result).startswith("chosen answers: ")
 
 
 def test_preference_accumulated_batches_give_same_run(

@@ -67,7 +67,8 @@ class Saved:
             damaged.
         parent: `sequence` of the checkpoint from which the run continued; 0 if the run started from
             scratch.
-        val_loss: validation loss at this step, or None if it was not measured.
+        val_loss: validation loss at this step, or None if it was not measured. In a run with kept
+            text, the value that `TrainState.val_loss` describes.
         run_id: id of the run that saved the checkpoint; None if the manifest is damaged or was
             written by a version without ids.
     """

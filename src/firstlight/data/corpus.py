@@ -49,6 +49,7 @@ from firstlight.data.shards import (
     ADVICE,
     LABELLED_VERSION,
     VERSION,
+    manifest_digest,
     open_shard,
     read_manifest,
     require_known,
@@ -638,6 +639,11 @@ class MixedDataset(Corpus):
         }
 
 
+#: Shares of kept text among which a run chooses, and the share with which it starts.
+REPLAY_SHARES = (0.0, 0.05, 0.1, 0.25)
+FIRST_REPLAY_SHARE = 0.1
+
+
 @dataclass(frozen=True)
 class _Stage:
     """Part of a run in which kept text has a constant share of the rows.
@@ -683,6 +689,8 @@ class ReplayedDataset(MixedDataset):
 
     def __init__(self, new: TokenDataset, kept: TokenDataset, share: float | None) -> None:
         super().__init__([CorpusPart("new", new, 1), CorpusPart("kept", kept, 1)])
+        # The new text identifies the data of the run, as without replay.
+        self.manifest = new.manifest
         self._given, self.is_open = share, share is None
         first = FIRST_REPLAY_SHARE if share is None else share
         self._stages = [_Stage(0, _replay_turns(first), (0, 0))]
@@ -718,7 +726,8 @@ class ReplayedDataset(MixedDataset):
         return iter(())
 
     def identity(self) -> dict[str, Any]:
-        return super().identity() | {"mix": f"new, kept; replay {self._given}"}
+        kept = manifest_digest(self.parts[1].dataset.manifest)
+        return super().identity() | {"mix": f"kept text {kept[:16]}, replay {self._given}"}
 
     def epochs_by_corpus(self, rows_seen: int, seq_len: int) -> dict[str, float]:
         counts = self._stage_at(rows_seen).counts(rows_seen)
@@ -726,11 +735,6 @@ class ReplayedDataset(MixedDataset):
             one.name: count / one.dataset.num_rows(seq_len)
             for one, count in zip(self.parts, counts, strict=True)
         }
-
-
-#: Shares of kept text among which a run chooses, and the share with which it starts.
-REPLAY_SHARES = (0.0, 0.05, 0.1, 0.25)
-FIRST_REPLAY_SHARE = 0.1
 
 
 def _replay_turns(share: float) -> Turns:

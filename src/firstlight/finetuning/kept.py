@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from firstlight.console import counted, human_bytes
+from firstlight.data.corpus import TokenDataset
 from firstlight.data.records import digest_of
 from firstlight.data.shards import read_manifest
 from firstlight.data.sources import (
@@ -28,7 +29,9 @@ from firstlight.data.sources import (
 )
 from firstlight.errors import ConfigError, InputError, TokenizerError
 from firstlight.files.atomic import make_folder, write_file
+from firstlight.from_texts.run_folder import RECIPE_NAME
 from firstlight.planner.advise import defaults
+from firstlight.recipe.load import parse_yaml
 
 if TYPE_CHECKING:
     from firstlight.from_texts.request import Request
@@ -44,6 +47,8 @@ _PYTHON_BYTES, _DOCUMENT_BYTES = 240_000, 40_000
 _OWN_TEXTS, _OWN_TOKENS = 32, 128
 #: One in this number of Python's documents is held out, and one in two of the model's own texts.
 _HELD_OUT = 8
+#: Number of held-out tokens below which the user is warned.
+_FEW_TOKENS = 1000
 
 
 class KeptText:
@@ -60,6 +65,7 @@ class KeptText:
 
     Raises:
         InputError: a file can't be found.
+        DataError: a prepared corpus is not text, or has no validation split.
         ConfigError: a prepared corpus was prepared with a different tokenizer, or is one of several
             inputs.
     """
@@ -81,6 +87,8 @@ class KeptText:
                     f"--keep {self._prepared} was prepared with a different tokenizer than the "
                     "model's: name the text files instead"
                 )
+            for split in ("train", "val"):  # Raises an error if it is not such a split of text.
+                TokenDataset(self._prepared, split, verify=False)
             self.key = json.dumps(manifest, sort_keys=True)
         elif keep:
             self._sources = find_sources(keep, as_is=request.as_is)
@@ -113,14 +121,17 @@ class KeptText:
                     overwrite=True,
                     progress=call.progress,
                 )
-            except TokenizerError as error:
-                raise TokenizerError(f"--keep {shlex.join(self._request.keep)}: {error}") from error
+            except (InputError, TokenizerError) as error:
+                place = shlex.join(self._request.keep)
+                raise type(error)(f"--keep {place}: {error}") from error
         else:
             self._prepare_control_set(folder, call)
         manifest = read_manifest(folder)
         size = sum(split["text_bytes"] for split in manifest["splits"].values())
         held = manifest["splits"].get("val", {"tokens": 0})["tokens"]
         call.tell(f"kept text: {human_bytes(size)}, {counted(held, 'token')} held out")
+        if held < _FEW_TOKENS:
+            call.tell("the kept text is short, so its bits per byte are not exact: keep more text")
         call.remember(kept_key=key)
         return folder
 
@@ -160,10 +171,23 @@ class KeptText:
 
 
 def _prepared_folder(name: str) -> Path | None:
-    """Return the prepared corpus that an input names: the folder itself, or the data of a run."""
+    """Return the prepared corpus that an input names: the folder itself, or the data of a run.
+
+    Raises:
+        ConfigError: the run was not trained on a prepared corpus.
+    """
     place = Path(name).expanduser()
-    folders = [one for one in (place, place / "data") if (one / "manifest.json").is_file()]
-    return folders[0] if folders else None
+    if (place / "manifest.json").is_file():
+        return place
+    if not (place / RECIPE_NAME).is_file():
+        return None
+    data = parse_yaml((place / RECIPE_NAME).read_text(encoding="utf-8")).get("data", {}).get("dir")
+    if data is None or not (Path(data) / "manifest.json").is_file():
+        raise ConfigError(
+            f"--keep {name} is a run whose data is not a prepared corpus on this machine: name the "
+            "text files instead"
+        )
+    return Path(data)
 
 
 def _prose() -> Iterator[str]:

@@ -219,10 +219,10 @@ class FineTuning:
             self._unread = self._scan.unread
             self._data = TuningData("text", self._scan.facts.documents)
             key = self._scan.facts.content_key
-        self._kept = KeptText(request, self._folder, self._tokenizer)
+        # Reject unsuitable kept text early.
+        KeptText(request, self._folder, self._tokenizer)
         place = str(self._folder.resolve())
-        content = f"{key} {place}{self._kept.key}"
-        self.content_key = hashlib.sha256(content.encode()).hexdigest()[:16]
+        self.content_key = hashlib.sha256(f"{key} {place}".encode()).hexdigest()[:16]
 
     # The plan
 
@@ -380,7 +380,8 @@ class FineTuning:
 
         assert isinstance(plan, TuningPlan)
         plan = replace(plan, request=request)
-        places = {"keep": str(self._kept.prepare(call))}
+        kept = KeptText(request, self._folder, self._tokenizer)
+        places = {"keep": str(kept.prepare(call))}
         if self._scan is not None:
             plan = self._with_texts(plan, self._scan, call)
             places |= {"dir": str(call.folder / DATA_FOLDER)}

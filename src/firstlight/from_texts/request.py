@@ -176,6 +176,8 @@ def request_of(
 
         pairs = override_pairs(pairs)
     if replay is not None:
+        if not 0 <= replay < 1:
+            raise ConfigError(f"--replay is a share such as 0.1 for 10%, not {replay:g}")
         pairs = [*pairs, ("data.replay", f"{replay:g}")]
     if size is not None and size not in defaults.SIZES:
         parameters_of(size)  # raises an error if the size is invalid

@@ -126,7 +126,7 @@ def result_of(call: RunCall, result: TrainResult | None, request: Request) -> Te
     best_bits = min(found, default=None)
     if trade is not None:
         best = not trade.is_last
-        best_bits = None if trade.new is None else trade.new[1]
+        best_bits = None if trade.of_pairs else trade.new[1]
     key = "val/reward_accuracy"
     # At step 0, all rewards are 0, because they are relative to the starting model.
     in_order = [line[key] for line in metrics if line["step"] and key in line]
@@ -305,8 +305,8 @@ def result_lines(run: TextRun) -> Iterator[str]:
         )
     if run.best and run.kept is not None:
         yield (
-            "later steps gained less on the new text than they lost on the kept text: --best uses "
-            f"the checkpoint of step {run.kept.step:,}"
+            "later steps are worse on both texts together: --best uses the checkpoint of step "
+            f"{run.kept.step:,}"
         )
     elif run.best:
         yield (

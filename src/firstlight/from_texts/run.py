@@ -259,18 +259,19 @@ def _go_on(request: Request, call: RunCall) -> TrainResult:
     from firstlight.recipe import load_recipe
     from firstlight.training.loop import train
 
-    data = call.state.get("data")
-    if data is not None and not Path(data).is_dir():
-        raise ConfigError(
-            f"{call.folder} can't be resumed: its shards in {data} were deleted; restore them, or "
-            "start a new run on the same texts with another --run.dir"
-        )
+    recipe = load_recipe(call.folder / RECIPE_NAME)
+    for data in (call.state.get("data"), recipe.data.keep):
+        if data is not None and not Path(data).is_dir():
+            raise ConfigError(
+                f"{call.folder} can't be resumed: its shards in {data} were deleted; restore them, "
+                "or start a new run on the same texts with another --run.dir"
+            )
     call.tell(f"resuming {call.folder}")
     # `began` is not passed, so that the start of this command does not count towards the budget a
     # second time. The run trains for the time that was left when it was stopped.
     with RunForecaster() as forecaster:
         return train(
-            load_recipe(call.folder / RECIPE_NAME),
+            recipe,
             resume=True,
             init_from=request.init_from,
             on_step=call.on_step,

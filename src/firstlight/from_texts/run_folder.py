@@ -362,7 +362,7 @@ def earlier_request(request: Request, content_key: str, run_dir: str | Path | No
     """
     base, is_given = _base_folder(request, run_dir)
     wanted = remembered(request)
-    is_bare = not (request.has_length or request.size or wanted["overrides"])
+    is_bare = not (request.has_length or request.size or wanted["overrides"] or request.keep)
     found: dict[tuple[bool, float], dict[str, Any]] = {}
     changes: list[str] = []
     for folder in itertools.takewhile(Path.is_dir, [base] if is_given else _numbered(base)):
@@ -384,7 +384,13 @@ def earlier_request(request: Request, content_key: str, run_dir: str | Path | No
     own = [one for one in request.overrides if one[0] == "run.dir"]
     overrides = (*map(tuple, earlier["overrides"]), *own)
     # The new call may specify the folder of the initial model with a different path.
-    return replace(request, **length, init_from=earlier.get("init_from"), overrides=overrides)
+    return replace(
+        request,
+        **length,
+        init_from=earlier.get("init_from"),
+        keep=tuple(earlier.get("keep", ())),
+        overrides=overrides,
+    )
 
 
 def has_run(request: Request, content_key: str) -> bool:

@@ -159,47 +159,60 @@ def best_checkpoint(run_folder: Path) -> Saved | None:
 
 @dataclass(frozen=True)
 class KeptResult:
-    """Change in bits per byte of the held-out new and kept text of a run, from the start of the run
-    to its best checkpoint.
+    """Change of the held-out new and kept text of a run, from the start of the run to its best
+    checkpoint.
 
-    The best checkpoint is the one with the lowest sum of the two figures. For preference pairs, it
-    is the lowest sum of their loss and the kept text's bits per byte.
+    The best checkpoint is the one with the lowest sum of the bits per byte of both texts. For
+    preference pairs, it is the lowest sum of their loss and the kept text's bits per byte.
 
     Attributes:
-        new: bits per byte of the new text before and after training; None for preference pairs.
+        new: bits per byte of the new text before and after training. For preference pairs, bits per
+            chosen answer.
         kept: bits per byte of the kept text before and after training.
         step: step of the best checkpoint.
         is_last: True if this is the last evaluated step.
+        is_better: True if the sum is lower than that of the initial model.
+        of_pairs: True for preference pairs.
     """
 
-    new: tuple[float, float] | None
+    new: tuple[float, float]
     kept: tuple[float, float]
     step: int
     is_last: bool
+    is_better: bool = True
+    of_pairs: bool = False
 
     def __str__(self) -> str:
-        kept = f"kept text: {change_text(*self.kept)}"
-        new = "" if self.new is None else f"new text: {change_text(*self.new)}; "
-        rule = "bits per byte of both" if self.new else "the loss and the kept text's bits per byte"
-        return f"{new}{kept} (step {self.step:,} has the lowest sum of {rule})"
+        new, rule = "new text", "bits per byte of both"
+        if self.of_pairs:
+            new, rule = "chosen answers", "loss and kept text's bits per byte"
+        where = f"step {self.step:,} has the lowest sum of {rule}"
+        if not self.is_better:
+            where = f"step {self.step:,}; the initial model has a lower sum of {rule}"
+        return f"{new}: {change_text(*self.new)}; kept text: {change_text(*self.kept)} ({where})"
 
 
 def kept_result(run_folder: Path) -> KeptResult | None:
     """Return the changes of the new and the kept text in a run. Return None if the run has no kept
     text, or no checkpoint after an evaluation.
     """
-    key, new = "kept/bits_per_byte", "bits_per_byte"
+    key, new, chosen = "kept/bits_per_byte", "bits_per_byte", "val/log_prob_chosen"
     lines = {line["step"]: line for line in sound_json_lines(run_folder / METRICS_NAME)[0]}
     lines = {step: line for step, line in lines.items() if line.get(key) is not None}
     best = best_checkpoint(run_folder)
     if best is None or 0 not in lines or best.step not in lines:
         return None
-    before, after = lines[0], lines[best.step]
+    ends = lines[0], lines[best.step]
+    of_pairs = chosen in ends[0]
+    before, after = (-x[chosen] / math.log(2) if of_pairs else x[new] for x in ends)
+    sums = [x[key] + x["val/loss" if of_pairs else new] for x in ends]
     return KeptResult(
-        None if before.get(new) is None else (before[new], after[new]),
-        (before[key], after[key]),
+        (before, after),
+        (ends[0][key], ends[1][key]),
         best.step,
         is_last=best.step == max(lines),
+        is_better=sums[1] <= sums[0],
+        of_pairs=of_pairs,
     )
 
 

@@ -227,6 +227,7 @@ def _request_of(run_folder: Path) -> Mapping[str, Any]:
     return {
         **request,
         "inputs": [neutral_name(str(one)) for one in inputs],
+        "keep": [neutral_name(str(one)) for one in request.get("keep", ())],
         "overrides": [
             (key, _neutral_override(key, str(value))) for key, value in request.get("overrides", ())
         ],
@@ -786,6 +787,7 @@ def _call_on_texts(facts: ModelFacts) -> str:
         words += ["--budget", f"{request['seconds']:g}s"]
     if facts.init_from:
         words += ["--init-from", facts.init_from]
+    words += [word for name in request.get("keep", ()) for word in ("--keep", name)]
     for key, value in request.get("overrides", ()):
         words += [f"--{key}", str(value)]
     return shlex.join(words)

@@ -116,7 +116,9 @@ def with_kept_text(
     if train.kind == "preference" or data.replay == 0:
         require_same_tokenizer(new, kept)
         return train, kept
-    replayed = TokenDataset(folder, "train", verify=data.verify)
+    replayed = open_training_split(
+        folder, verify=data.verify, long=data.long, row_alignment=data.row_alignment
+    )
     if replayed.manifest == new.manifest:
         raise DataError(f"the kept text in {folder} is the new text: keep another text")
     return ReplayedDataset(new, replayed, data.replay), kept

@@ -122,9 +122,10 @@ class PreferenceObjective:
     def __init__(self, config: PreferenceConfig) -> None:
         self.config = config
         self.log_probs: Callable[..., Tensor] = answer_log_probs
-        #: Sums since the last call to `take`, as a tensor of shape [4]. Its elements are the
-        #: rewards of the chosen answers, the rewards of the rejected answers, the number of pairs
-        #: in which the chosen answer has the larger reward, and the number of pairs.
+        #: Sums since the last call to `take`, as a tensor of shape [5]. Its elements are the
+        #: rewards of the chosen answers, the rewards of the rejected answers, the
+        #: log-probabilities of the chosen answers, the number of pairs in which the chosen answer
+        #: has the larger reward, and the number of pairs.
         self._sums: Tensor | None = None
 
     def __call__(self, forward: Callable[..., Tensor]) -> LossFunction:
@@ -149,16 +150,17 @@ class PreferenceObjective:
             there_BP = references.isfinite().view(len(references), -1, 2).all(-1)
             # Detach the rewards, so that their sums do not keep the autograd graph of a micro-batch
             # in memory.
-            self._add(rewards_BP2.detach(), there_BP)
+            chosen_BP = torch.where(there_BP, log_probs.detach().view_as(rewards_BP2)[..., 0], 0)
+            self._add(rewards_BP2.detach(), chosen_BP.sum(), there_BP)
             margins_BP = rewards_BP2[..., 0] - rewards_BP2[..., 1]
             losses_BP = pair_losses(margins_BP, self.config.label_smoothing)
             return torch.where(there_BP, losses_BP, 0).sum()
 
         return loss_sum
 
-    def _add(self, rewards_BP2: Tensor, there_BP: Tensor) -> None:
+    def _add(self, rewards_BP2: Tensor, chosen: Tensor, there_BP: Tensor) -> None:
         right_BP = (rewards_BP2[..., 0] > rewards_BP2[..., 1]) & there_BP
-        counts = torch.stack((right_BP.sum(), there_BP.sum())).to(rewards_BP2)
+        counts = torch.stack((chosen, right_BP.sum(), there_BP.sum())).to(rewards_BP2)
         # Keep the sums on the device, because copying them to the host would make it wait for the
         # GPU in each micro-batch.
         sums = torch.cat((rewards_BP2.sum((0, 1)), counts))
@@ -178,12 +180,13 @@ class PreferenceObjective:
             return {}
         if shared:
             sums = all_reduce_sum(sums)
-        chosen, rejected, right, pairs = sums.tolist()
+        chosen, rejected, log_prob, right, pairs = sums.tolist()
         return {
             f"{prefix}/reward_margin": (chosen - rejected) / pairs,
             f"{prefix}/reward_accuracy": right / pairs,
             f"{prefix}/reward_chosen": chosen / pairs,
             f"{prefix}/reward_rejected": rejected / pairs,
+            f"{prefix}/log_prob_chosen": log_prob / pairs,
         }
 
     def forget(self) -> None:

@@ -270,15 +270,24 @@ class Run:
         self.dataset.change_share(position, share)
 
     @property
+    def replay_steps(self) -> int | None:
+        """Number of steps of the run from which the share of kept text is chosen. In a run with a
+        time budget, it is the number that was decided first, and None before that.
+        """
+        if self.budget is None:
+            return self.max_steps
+        first = self.budget.first_decision
+        return None if first is None or self.state.step <= first[1] else first[0]
+
+    @property
     def decides_replay(self) -> bool:
         """True if the share of kept text in the following rows must be chosen after the current
-        step. This is the case once, after a tenth of the run and its warm-up. In a run with a time
-        budget, the number of steps must have been decided as well.
+        step. This is the case once, after a tenth of the run and its warm-up.
         """
-        if not self._is_replay_open or self.schedule.is_open:
+        step, steps = self.state.step, self.replay_steps
+        if not self._is_replay_open or steps is None:
             return False
-        step = self.state.step
-        return step > self.schedule.warmup_steps and 10 * step >= self.max_steps
+        return step > self.schedule.warmup_steps and 10 * step >= steps
 
     def take_replay(self, share: float) -> None:
         """Use a share of kept text for all rows after the current step."""

@@ -240,7 +240,8 @@ def _choose_replay(run: Run, kept: float) -> None:
     if start is None:  # The run began with the steps of another run, so there is no comparison.
         run.take_replay(FIRST_REPLAY_SHARE)
         return
-    left = run.batch.before(run.max_steps) - run.rows_read
+    assert run.replay_steps is not None
+    left = run.batch.before(run.replay_steps) - run.rows_read
     share = replay_share(kept / start - 1, left / dataset.parts[1].dataset.num_rows(run.seq_len))
     run.take_replay(share)
     run.bar.message(

@@ -327,8 +327,9 @@ def new_model_rates(
 
 #: For plain text, the learning rate of models narrower than this is multiplied by the ratio of the
 #: widths. With three times the usual rate, an own model of width 192 learned 8% more of a new text
-#: and lost 0.3% more of the kept text, while SmolLM2-135M, whose width this is, learned less.
-TEXT_WIDTH = 576
+#: and lost 0.3% more of the kept text, while SmolLM2-135M, whose width this is, learned less. The
+#: ratio is limited to what was measured.
+TEXT_WIDTH, MOST_TEXT_RATIO = 576, 3.0
 
 
 def finetuning_rate(
@@ -354,7 +355,7 @@ def finetuning_rate(
     if adapters:
         rate = ADAPTER_MULTIPLE * TUNING_RATE * ratio**ADAPTER_POWER
     if text:
-        rate *= max(TEXT_WIDTH / hidden_size, 1.0)
+        rate *= min(max(TEXT_WIDTH / hidden_size, 1.0), MOST_TEXT_RATIO)
     return float(f"{rate * TUNING_MULTIPLES[name]:.2g}")
 
 
