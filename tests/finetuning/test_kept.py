@@ -146,7 +146,7 @@ def test_keep_takes_files_a_corpus_and_a_run(
     last = read_json_lines(run.run_folder / "metrics.jsonl")[-1]
     assert last["epoch/kept"] > 0
     # A second call finds the same run; other kept text starts another one.
-    bare = {"resume": True, "steps": None, "overrides": {}}
+    bare: dict[str, Any] = {"resume": True, "steps": None, "overrides": {}}
     for options in ({"keep": place, "replay": 0.25}, bare):
         again = tuned(tmp_path / "new", model, **options)
         assert (again.run_folder, again.training) == (run.run_folder, None)
