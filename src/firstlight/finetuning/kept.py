@@ -72,7 +72,8 @@ class KeptText:
 
     def __init__(self, request: Request, model: Path, tokenizer: Tokenizer) -> None:
         keep = request.keep
-        self._request, self._model, self._tokenizer = request, model, tokenizer
+        self._request = request
+        self._model, self._tokenizer = model, tokenizer
         self._prepared = next(filter(None, map(_prepared_folder, keep)), None)
         self._sources: list[DataSource] = []
         self.key = ""
@@ -146,7 +147,7 @@ class KeptText:
         own = list(own_texts(self._model, device))
         is_own = {digest_of(text) for text in own}
         is_new = STANDARD_LIBRARY in distinct_inputs(self._request.inputs)
-        python = [*_prose(), *(() if is_new else _code())]
+        python = [*_prose()] if is_new else [*_prose(), *_code()]
         # Some of Python's files are the same.
         texts = dict.fromkeys([*filter(self._encodes, python), *own])
 

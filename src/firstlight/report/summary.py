@@ -196,7 +196,7 @@ def kept_result(run_folder: Path) -> KeptResult | None:
     """Return the changes of the new and the kept text in a run. Return None if the run has no kept
     text, or no checkpoint after an evaluation.
     """
-    key, new, chosen = "kept/bits_per_byte", "bits_per_byte", "val/log_prob_chosen"
+    key, chosen = "kept/bits_per_byte", "val/log_prob_chosen"
     lines = {line["step"]: line for line in sound_json_lines(run_folder / METRICS_NAME)[0]}
     lines = {step: line for step, line in lines.items() if line.get(key) is not None}
     best = best_checkpoint(run_folder)
@@ -204,8 +204,11 @@ def kept_result(run_folder: Path) -> KeptResult | None:
         return None
     ends = lines[0], lines[best.step]
     of_pairs = chosen in ends[0]
-    before, after = (-x[chosen] / math.log(2) if of_pairs else x[new] for x in ends)
-    sums = [x[key] + x["val/loss" if of_pairs else new] for x in ends]
+    if of_pairs:
+        before, after = (-x[chosen] / math.log(2) for x in ends)
+    else:
+        before, after = (x["bits_per_byte"] for x in ends)
+    sums = [x[key] + x["val/loss" if of_pairs else "bits_per_byte"] for x in ends]
     return KeptResult(
         (before, after),
         (ends[0][key], ends[1][key]),

@@ -216,10 +216,12 @@ def _take_validation(
     }
 
 
-#: If the bits per byte of the kept text have fallen by at least this fraction after a tenth of the
-#: run, the new text teaches the kept text as well, and the lower share is enough. The limit is
-#: measured: see "Keep what the model knows" in docs/finetuning.md.
-_TAUGHT, _SHARE_IF_TAUGHT, _USUAL_SHARE = 0.01, 0.1, 0.25
+#: Share of kept text in the rest of a run.
+_USUAL_SHARE = 0.25
+#: Smaller share that is used if the bits per byte of the kept text have fallen by at least the
+#: fraction _TAUGHT after a tenth of the run, because the new text then teaches the kept text as
+#: well. See "Keep what the model knows" in docs/finetuning.md for the measurements.
+_SHARE_IF_TAUGHT, _TAUGHT = 0.1, 0.01
 #: Maximum number of passes over the kept text. With more passes, it would be memorised.
 _MOST_KEPT_EPOCHS = 4.0
 
