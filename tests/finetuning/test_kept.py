@@ -145,6 +145,8 @@ def test_keep_takes_files_a_corpus_and_a_run(
     assert not (run.run_folder / "control.jsonl").exists()
     last = read_json_lines(run.run_folder / "metrics.jsonl")[-1]
     assert last["epoch/kept"] > 0
+    longer = next(command for command, purpose in run.next_commands if "longer" in purpose)
+    assert f"--replay 0.25 --init-from {model} --keep {place}" in longer
     # A second call finds the same run; other kept text starts another one.
     bare: dict[str, Any] = {"resume": True, "steps": None, "overrides": {}}
     for options in ({"keep": place, "replay": 0.25}, bare):
@@ -203,11 +205,11 @@ def test_resumed_call_keeps_control_set(
 @pytest.mark.parametrize(
     "changes, error, message",
     [
-        ({"keep": "nowhere"}, InputError, "nowhere does not exist"),
+        ({"keep": "nowhere"}, InputError, "--keep nowhere: nowhere does not exist"),
         ({"keep": "other"}, ConfigError, "--keep other was prepared with a different tokenizer"),
         ({"keep": ["good", "texts"]}, ConfigError, "good is a prepared corpus: use it as the only"),
         ({"keep": "chats"}, ConfigError, "chats is a run whose data is not a prepared corpus"),
-        ({"keep": "empty"}, InputError, "folder empty contains no text files"),
+        ({"keep": "empty"}, InputError, "--keep empty: folder empty contains no text files"),
         ({"keep": "one"}, DataError, "one has no 'val' split"),
         ({"keep": "none.txt"}, InputError, r"--keep none\.txt: the corpus is empty"),
         ({"replay": 10}, ConfigError, r"--replay is a share such as 0\.1 for 10%, not 10"),

@@ -92,7 +92,10 @@ class KeptText:
                 TokenDataset(self._prepared, split, verify=False)
             self.key = json.dumps(manifest, sort_keys=True)
         elif keep:
-            self._sources = find_sources(keep, as_is=request.as_is)
+            try:
+                self._sources = find_sources(keep, as_is=request.as_is)
+            except InputError as error:
+                raise InputError(f"--keep {shlex.join(keep)}: {error}") from error
             paths = [one.path for one in self._sources if one.path is not None]
             stats = [(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in paths]
             self.key = json.dumps([list(keep), stats])

@@ -189,6 +189,8 @@ class FineTuning:
             return folder, read_config(config_folder(folder)), tokenizer
 
         self._folder, self._config, self._tokenizer = read_model_folder(request.init_from, read)
+        # Reject unsuitable kept text before the new text is read.
+        KeptText(request, self._folder, self._tokenizer)
         # If the model is a run folder, store the path of the run folder. An active run may delete
         # the checkpoint, so the path of the checkpoint is not stored. For a hub model, store the
         # path of the downloaded folder.
@@ -219,8 +221,6 @@ class FineTuning:
             self._unread = self._scan.unread
             self._data = TuningData("text", self._scan.facts.documents)
             key = self._scan.facts.content_key
-        # Reject unsuitable kept text early.
-        KeptText(request, self._folder, self._tokenizer)
         place = str(self._folder.resolve())
         self.content_key = hashlib.sha256(f"{key} {place}".encode()).hexdigest()[:16]
 

@@ -228,8 +228,13 @@ def length_options(request: Request) -> list[str]:
 def own_options(request: Request) -> list[str]:
     """Return the command-line options for the model size and recipe values set by the user."""
     size = [] if request.size is None else ["--size", request.size]
+    # This key has an option of its own.
+    names = {"data.replay": "--replay"}
     return size + [
-        word for key, value in request.overrides if key != "run.dir" for word in (f"--{key}", value)
+        word
+        for key, value in request.overrides
+        if key != "run.dir"
+        for word in (names.get(key, f"--{key}"), value)
     ]
 
 
