@@ -183,22 +183,22 @@ def budget_command(folder: Path, page_file: Path | None, as_json: bool, **option
 @click.argument("model")
 @click.argument("text")
 @folder_option
-@page_option
 @bench_options(KeepingBench, "keep", "steps", "batch_tokens", "seeds")
 @field_option(KeepingBench, "replays", "--replay", "SHARE")
 @field_option(KeepingBench, "rates", "--rate", "MULTIPLE")
 @field_option(KeepingBench, "methods", "--method", "NAME")
 @bench_options(KeepingBench, "kilobytes", "rows", "evaluations")
 @with_json
-def keeping_command(folder: Path, page_file: Path | None, as_json: bool, **options: Any) -> Result:
+def keeping_command(folder: Path, as_json: bool, **options: Any) -> Result:
     """Fine-tune MODEL on TEXT with several shares of kept text, learning rates, methods and sizes
     of the text, and compare what is gained and lost.
     """
-    from benchmarks.keeping import HEADER, bench_keeping, draw, groups, page, row_cells
+    from benchmarks.keeping import HEADER, bench_keeping, draw, groups, row_cells
 
     result = bench_keeping(KeepingBench(folder, **options))
     show_table([HEADER, *(row_cells(runs) for runs in groups(result["runs"]))])
-    write_page(page_file, result, draw, page)
+    write_file(folder / "keeping.png", draw(result))
+    show(f"picture: {folder / 'keeping.png'}")
     return result
 
 

@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.options import KeepingBench
-from benchmarks.pages import markdown_table
 from firstlight.bench.display import new_figure, png_of
 from firstlight.checkpoint.selection import resolve_model_folder
 from firstlight.console import say
@@ -53,7 +52,7 @@ def bench_keeping(options: KeepingBench) -> dict[str, Any]:
     cut = text.rfind("\n", 0, int(0.9 * len(text))) + 1
     write_file(folder / "held-out.txt", text[cut:])
     path = folder / "results.jsonl"
-    found = read_json_lines(path)
+    found = [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
     grid = itertools.product(
         range(options.seeds),
         [int(size) for size in options.kilobytes] or [0],
@@ -63,7 +62,8 @@ def bench_keeping(options: KeepingBench) -> dict[str, Any]:
     for seed, kilobytes, method, rate in grid:
         new = folder / f"new-{kilobytes}" / f"{Path(options.text).stem}.txt"
         make_folder(new.parent)
-        write_file(new, text[: min(cut, 1000 * kilobytes or cut)])
+        most = 1000 * kilobytes or None
+        write_file(new, text[:cut].encode()[:most].decode(errors="ignore"))
         for replay in options.replays:
             values = replay, rate, method, kilobytes, seed
             row: dict[str, Any] = dict(zip((*_KEYS, "seed"), values, strict=True))
@@ -175,28 +175,17 @@ def row_cells(runs: Sequence[Mapping[str, Any]]) -> list[str]:
 def draw(result: Mapping[str, Any]) -> bytes:
     """Draw the mean curves of the new and the kept text as PNG bytes."""
     figure = new_figure(11, 4.5)
+    rows = list(groups(result["runs"]))
+    varied = [key for key in _KEYS if len({runs[0][key] for runs in rows}) > 1]
     for axes, key in zip(figure.subplots(1, 2), ("new", "kept"), strict=True):
-        for runs in groups(result["runs"]):
+        for runs in rows:
             first = runs[0]
             means = [statistics.mean(x) for x in zip(*(run[key] for run in runs), strict=False)]
-            label = " ".join(str(first[name]) for name in _KEYS if first[name])
+            label = " ".join(str(first[name]) for name in varied)
             style = "--" if first["replay"] == "auto" else "-"
-            axes.plot(first["steps"][: len(means)], means, style, label=label)
+            axes.plot(first["steps"][: len(means)], means, style, marker=".", label=label)
         axes.set_title(f"{key} text", loc="left")
         axes.set_xlabel("step")
         axes.set_ylabel("bits per byte, held out")
-    axes.legend(title=", ".join(_KEYS), fontsize=7)
+    axes.legend(title=", ".join(varied), frameon=False)
     return png_of(figure)
-
-
-def page(result: Mapping[str, Any], picture: str) -> str:
-    """Return the page of a result in Markdown. `picture` is the relative path of its picture."""
-    table = markdown_table(HEADER, [row_cells(runs) for runs in groups(result["runs"])])
-    machine: Any = result["machine"]
-    return f"""# {Path(result["text"]).stem}: gained and lost
-
-Model: {result["model"]}. Machine: {machine["name"]}, torch {machine["torch"]}.
-
-{table}
-![Curves of the new and the kept text]({picture})
-"""
