@@ -347,8 +347,8 @@ MUTANTS = [
     Mutant(
         "epoch forgotten on resume",
         _LOADER,
-        "self.rows_seen = rows_seen\n",
-        "self.rows_seen = rows_seen % self.rows_per_epoch\n",
+        "self.rows_seen = rows_seen\n        self._readers",
+        "self.rows_seen = rows_seen % self.rows_per_epoch\n        self._readers",
         (_DATA + "loader_resumed_twice_yields_same_rows",),
     ),
     Mutant(

@@ -17,7 +17,7 @@ import math
 import re
 import textwrap
 import unicodedata
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
 from itertools import groupby
@@ -61,6 +61,7 @@ from firstlight.report.summary import (
     duration,
     final_numbers,
     findings_of,
+    kept_result,
     memory_kind,
 )
 from firstlight.run_log.names import HTML_NAME, REPORT_NAME
@@ -406,7 +407,7 @@ def run_page(run: RunRecord) -> str:
             **_progress(run, findings),
             "findings": findings,
             "facts": _facts(run, numbers),
-            "cards": key_figures(numbers),
+            "cards": [*key_figures(numbers), *_kept_figures(run)],
             "figures": _figures(run, findings),
             "further": [
                 _figure(f"more{number}", Chart(key, "", [Line(key, run.metrics.series(key), 7)]))
@@ -509,6 +510,15 @@ def key_figures(numbers: Mapping[str, Any]) -> list[KeyFigure]:
     if numbers["hours"]:
         cards.append(KeyFigure("training time", *duration(numbers["hours"]), "steps and saves"))
     return cards
+
+
+def _kept_figures(run: RunRecord) -> Iterator[KeyFigure]:
+    """Yield a key figure with the change of the kept text, if the run has one."""
+    kept = kept_result(run.folder)
+    if kept is not None:
+        before, after = kept.kept
+        change = 100 * (after / before - 1)
+        yield KeyFigure("kept text", f"{change:+.1f}", "% bits", str(kept))
 
 
 def _beside_throughput(numbers: Mapping[str, Any]) -> str:
