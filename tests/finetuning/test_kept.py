@@ -211,6 +211,7 @@ def test_resumed_call_keeps_control_set(
         ({"keep": "chats"}, ConfigError, "chats is a run whose data is not a prepared corpus"),
         ({"keep": "empty"}, InputError, "--keep empty: folder empty contains no text files"),
         ({"keep": "one"}, DataError, "one has no 'val' split"),
+        ({"keep": "short.txt"}, InputError, r"only \d tokens of the kept text can be held out"),
         ({"keep": "none.txt"}, InputError, r"--keep none\.txt: the corpus is empty"),
         ({"replay": 10}, ConfigError, r"--replay is a share such as 0\.1 for 10%, not 10"),
         ({"overrides": {"data.keep": "good"}}, ConfigError, "omit --data.keep .*: use --keep"),
@@ -229,6 +230,7 @@ def test_wrong_kept_text_is_refused_before_the_run(
     prepare([tmp_path / "texts"], tokenizer, tmp_path / "good")
     prepare([tmp_path / "texts"], tokenizer, tmp_path / "one", val_fraction=0.0)
     (tmp_path / "none.txt").write_text("")
+    (tmp_path / "short.txt").write_text("a few words that are kept\n")
     with pytest.raises(error, match=message) as raised:
         tuned(new, model, **changes)
     assert "\n" not in str(raised.value)

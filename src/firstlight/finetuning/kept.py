@@ -29,7 +29,7 @@ from firstlight.data.sources import (
 )
 from firstlight.errors import ConfigError, InputError, TokenizerError
 from firstlight.files.atomic import make_folder, write_file
-from firstlight.from_texts.run_folder import RECIPE_NAME
+from firstlight.from_texts.run_folder import DATA_FOLDER, RECIPE_NAME
 from firstlight.planner.advise import defaults
 from firstlight.recipe.load import parse_yaml
 
@@ -47,8 +47,9 @@ _PYTHON_BYTES, _DOCUMENT_BYTES = 240_000, 40_000
 _OWN_TEXTS, _OWN_TOKENS = 32, 128
 #: One in this number of Python's documents is held out, and one in two of the model's own texts.
 _HELD_OUT = 8
-#: Number of held-out tokens below which the user is warned.
-_FEW_TOKENS = 1000
+#: Number of held-out tokens below which the kept text is refused, and below which the user is
+#: warned.
+_LEAST_TOKENS, _FEW_TOKENS = 50, 1000
 
 
 class KeptText:
@@ -104,7 +105,8 @@ class KeptText:
         """Return the folder of the prepared kept text. In the run folder, it is prepared only once.
 
         Raises:
-            InputError, StorageError, TokenizerError: see `data.prepare.prepare`.
+            InputError: the kept text is too short.
+        InputError, StorageError, TokenizerError: see `data.prepare.prepare`.
         """
         from firstlight.data.prepare import prepare
 
@@ -134,6 +136,11 @@ class KeptText:
         size = sum(split["text_bytes"] for split in manifest["splits"].values())
         held = manifest["splits"].get("val", {"tokens": 0})["tokens"]
         call.tell(f"kept text: {human_bytes(size)}, {counted(held, 'token')} held out")
+        if self._sources and held < _LEAST_TOKENS:
+            raise InputError(
+                f"only {counted(held, 'token')} of the kept text can be held out, too few to "
+                "measure what is lost: add text to --keep"
+            )
         if held < _FEW_TOKENS:
             call.tell("the kept text is short, so its bits per byte are not exact: keep more text")
         call.remember(kept_key=key)
@@ -181,8 +188,9 @@ def _prepared_folder(name: str) -> Path | None:
         ConfigError: the run was not trained on a prepared corpus.
     """
     place = Path(name).expanduser()
-    if (place / "manifest.json").is_file():
-        return place
+    for folder in (place, place / DATA_FOLDER):
+        if (folder / "manifest.json").is_file():
+            return folder
     if not (place / RECIPE_NAME).is_file():
         return None
     data = parse_yaml((place / RECIPE_NAME).read_text(encoding="utf-8")).get("data", {}).get("dir")
