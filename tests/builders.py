@@ -12,8 +12,14 @@ import pytest
 import torch
 from torch import nn
 
+from firstlight.models import empty_model
+from firstlight.models.language_model import InitConfig
+from firstlight.models.llama_config import LlamaConfig
 from firstlight.tokenizer import Tokenizer
 from firstlight.tokenizer.chat_template import CHAT_TEMPLATES, required_tokens
+from firstlight.weights.huggingface import model_files
+from firstlight.weights.loading import weights_to_save
+from firstlight.weights.stored import save_weights
 
 # Parameters
 
@@ -118,6 +124,19 @@ def draw_weights(model: nn.Module, seed: int, scale: float) -> None:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.normal_(0.0, scale, generator=generator)
+
+
+def write_model(folder: Path, tokenizer: Tokenizer, **shape: Any) -> Path:
+    """Write the folder of a tiny Llama with random weights."""
+    own = {"hidden_size": 32, "num_hidden_layers": 1, "max_position_embeddings": 320, **shape}
+    config = LlamaConfig(vocab_size=tokenizer.vocab_size, num_attention_heads=2, **own)
+    model = empty_model(config)
+    model.init_weights(torch.Generator().manual_seed(0), InitConfig())
+    folder.mkdir()
+    for name, content in model_files(config, tokenizer).items():
+        (folder / name).write_text(content, encoding="utf-8")
+    save_weights(weights_to_save(model), folder)
+    return folder
 
 
 def say(*contents: str, system: str | None = None) -> list[dict[str, Any]]:

@@ -16,7 +16,7 @@ import torch
 import yaml
 
 from benchmarks.memory import measured_memory
-from builders import draw_records, say, write_lines, write_texts
+from builders import draw_records, say, write_lines, write_model, write_texts
 from firstlight.cli.main import main
 from firstlight.data.records import find_records
 from firstlight.errors import ConfigError, FirstlightError, InputError
@@ -38,9 +38,6 @@ from firstlight.from_texts.scan import conversations_in, other_files, require_te
 from firstlight.lora.files import ADAPTER_WEIGHTS_NAME, adapter_files
 from firstlight.lora.layers import LoraConfig, adapter_tensors, add_lora
 from firstlight.lora.loading import load_model
-from firstlight.models import empty_model
-from firstlight.models.language_model import InitConfig
-from firstlight.models.llama_config import LlamaConfig
 from firstlight.optim.schedule import ScheduleConfig
 from firstlight.planner.advise import defaults
 from firstlight.planner.advise.law import Length, MachineFacts
@@ -51,9 +48,7 @@ from firstlight.recipe import load_recipe, parse_recipe
 from firstlight.run_log.names import FORECAST_NAME
 from firstlight.tokenizer import Tokenizer
 from firstlight.tokenizer.chat_template import required_tokens
-from firstlight.weights.huggingface import model_files
-from firstlight.weights.loading import weights_to_save
-from firstlight.weights.stored import save_tensors, save_weights
+from firstlight.weights.stored import save_tensors
 
 pytestmark = pytest.mark.usefixtures("forked_processes")
 
@@ -75,20 +70,7 @@ def _known_speed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 @pytest.fixture
 def model(tmp_path: Path, tokenizer: Tokenizer) -> Path:
     """Write the folder of a tiny model."""
-    return made_model(tmp_path, tokenizer)
-
-
-def made_model(tmp_path: Path, tokenizer: Tokenizer, **shape: Any) -> Path:
-    own = {"hidden_size": 32, "num_hidden_layers": 1, "max_position_embeddings": 320, **shape}
-    config = LlamaConfig(vocab_size=tokenizer.vocab_size, num_attention_heads=2, **own)
-    made = empty_model(config)
-    made.init_weights(torch.Generator().manual_seed(0), InitConfig())
-    folder = tmp_path / "model"
-    folder.mkdir()
-    for name, content in model_files(config, tokenizer).items():
-        (folder / name).write_text(content, encoding="utf-8")
-    save_weights(weights_to_save(made), folder)
-    return folder
+    return write_model(tmp_path / "model", tokenizer)
 
 
 def tuned(inputs: Any, model: Path, **changes: Any) -> TextRun:
@@ -252,7 +234,7 @@ def test_fine_tuning_template_for_chatml_tokens_follows_tools_of_conversations(
     tmp_path: Path, tokenizer: Tokenizer, tools: bool
 ) -> None:
     extended = tokenizer.extended(required_tokens("chatml"))
-    start = made_model(tmp_path, extended)
+    start = write_model(tmp_path / "model", extended)
     records = draw_records(20)
     if tools:
         records = [one | {"tools": [{"name": "look", "description": "Looks."}]} for one in records]
@@ -490,8 +472,12 @@ def test_fine_tuning_plan_and_run_predict_measured_memory(
     asynchronous: bool,
 ) -> None:
     monkeypatch.setattr(machine_module, "estimate", estimate)
-    large = made_model(
-        tmp_path, tokenizer, hidden_size=256, num_hidden_layers=2, tie_word_embeddings=True
+    large = write_model(
+        tmp_path / "model",
+        tokenizer,
+        hidden_size=256,
+        num_hidden_layers=2,
+        tie_word_embeddings=True,
     )
     chats = write_lines(tmp_path / "chats.jsonl", draw_records(60))
     own = {

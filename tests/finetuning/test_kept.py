@@ -15,7 +15,7 @@ from tokenizers import Tokenizer as HFTokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 
-from builders import draw_records, make_texts, write_lines, write_texts
+from builders import draw_records, make_texts, write_lines, write_model, write_texts
 from firstlight.data.corpus import TokenDataset
 from firstlight.data.prepare import prepare
 from firstlight.errors import ConfigError, DataError, FirstlightError, InputError
@@ -24,15 +24,9 @@ from firstlight.from_texts import machine as machine_module
 from firstlight.from_texts.result import TextRun, result_lines
 from firstlight.from_texts.run import train_texts
 from firstlight.from_texts.run_folder import RunCall
-from firstlight.models import empty_model
-from firstlight.models.language_model import InitConfig
-from firstlight.models.llama_config import LlamaConfig
 from firstlight.planner.plan.estimate import Estimate
 from firstlight.run_log.reader import read_json_lines
 from firstlight.tokenizer import Tokenizer, train_tokenizer
-from firstlight.weights.huggingface import model_files
-from firstlight.weights.loading import weights_to_save
-from firstlight.weights.stored import save_weights
 
 pytestmark = pytest.mark.usefixtures("forked_processes")
 
@@ -49,23 +43,7 @@ def _known_speed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 @pytest.fixture
 def model(tmp_path: Path, tokenizer: Tokenizer) -> Path:
     """Write the folder of a tiny model."""
-    import torch
-
-    config = LlamaConfig(
-        vocab_size=tokenizer.vocab_size,
-        num_attention_heads=2,
-        hidden_size=32,
-        num_hidden_layers=1,
-        max_position_embeddings=320,
-    )
-    made = empty_model(config)
-    made.init_weights(torch.Generator().manual_seed(0), InitConfig())
-    folder = tmp_path / "model"
-    folder.mkdir()
-    for name, content in model_files(config, tokenizer).items():
-        (folder / name).write_text(content, encoding="utf-8")
-    save_weights(weights_to_save(made), folder)
-    return folder
+    return write_model(tmp_path / "model", tokenizer)
 
 
 def tuned(inputs: Any, model: Path, **changes: Any) -> TextRun:
@@ -153,7 +131,7 @@ def test_keep_takes_files_a_corpus_and_a_run(
         again = tuned(tmp_path / "new", model, **options)
         assert (again.run_folder, again.training) == (run.run_folder, None)
         assert again.kept == run.kept
-    assert tuned(tmp_path / "new", model).run_folder != run.run_folder
+    assert tuned(tmp_path / "new", model, replay=0.25).run_folder != run.run_folder
 
 
 def test_conversations_are_mixed_with_kept_text_only_if_asked(tmp_path: Path, model: Path) -> None:
@@ -224,6 +202,8 @@ def test_wrong_kept_text_is_refused_before_the_run(
     new = write_texts(tmp_path / "new")
     write_texts(tmp_path / "texts")
     (tmp_path / "empty").mkdir()
+    # A manifest of another program does not make a folder a prepared corpus.
+    (tmp_path / "empty" / "manifest.json").write_text('{"name": "an app"}')
     (tmp_path / "chats").mkdir()
     (tmp_path / "chats" / "recipe.yaml").write_text("data: {files: [chats.jsonl]}")
     prepare([tmp_path / "texts"], train_tokenizer(texts, 300), tmp_path / "other")
@@ -239,24 +219,12 @@ def test_wrong_kept_text_is_refused_before_the_run(
 
 def test_kept_text_that_the_tokenizer_cannot_encode_is_refused(tmp_path: Path) -> None:
     """A tokenizer of words without an unknown token, as some models have."""
-    import torch
-
     backend = HFTokenizer(WordLevel({"a": 0, "b": 1, "<|endoftext|>": 2}, unk_token=None))
     backend.pre_tokenizer = Whitespace()
-    folder = tmp_path / "model"
-    folder.mkdir()
-    backend.save(str(folder / "tokenizer.json"))
+    backend.save(str(tmp_path / "tokenizer.json"))
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|endoftext|>"}
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
-    config = LlamaConfig(
-        vocab_size=3, num_attention_heads=2, hidden_size=32, num_hidden_layers=1,
-        max_position_embeddings=64,
-    )  # fmt: skip
-    made = empty_model(config)
-    made.init_weights(torch.Generator().manual_seed(0), InitConfig())
-    (folder / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLM"],
-        **json.loads(config.model_dump_json())}))  # fmt: skip
-    save_weights(weights_to_save(made), folder)
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    folder = write_model(tmp_path / "model", Tokenizer.from_pretrained(tmp_path))
     (tmp_path / "new.txt").write_text("a b b a " * 4000)
     (tmp_path / "old.txt").write_text("a b c " * 4000)
     with pytest.raises(

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from builders import make_texts, write_lines
+from firstlight.checkpoint.checkpoint import load_trainer_state
 from firstlight.checkpoint.manifest import own_past, saved_checkpoints
 from firstlight.data.corpus import FIRST_REPLAY_SHARE, TokenDataset
 from firstlight.data.prepare import prepare
@@ -63,7 +64,7 @@ def kept(tmp_path: Path, data: Path, old: Path) -> dict[str, Any]:
     """Return a run of 30 steps that keeps a text; it chooses its share after step 4."""
     return {
         "run": {"dir": str(tmp_path / "kept")},
-        "data": {"dir": str(data), "seq_len": 32, "keep": str(old)},
+        "data": {"dir": str(data), "seq_len": 32, "keep": str(old), "prefetch": 8},
         "batch": {"micro_batch_size": 2, "gradient_accumulation_steps": 2},
         "schedule": {"max_steps": 30, "warmup_steps": 3},
         "optimizer": {"learning_rate": 0.01},
@@ -150,7 +151,8 @@ def test_replay_share_depends_on_rise_and_size_of_kept_text(
     assert replay_share(rise, passes) == share
 
 
-@pytest.mark.parametrize("stop", [2, 4, 7])  # before the choice, at it, and after it
+# Before the choice, at it, with the first rows of the chosen share, and after them.
+@pytest.mark.parametrize("stop", [2, 4, 5, 7])
 def test_run_with_chosen_share_resumes_bit_for_bit(
     kept: dict[str, Any], start: Path, tmp_path: Path, stop: int
 ) -> None:
@@ -198,11 +200,14 @@ def test_chosen_share_survives_rollback_to_earlier_step(
     events = read_json_lines(folder_of(kept) / "events.jsonl")
     assert [one["event"] for one in events] == ["replay", "rollback"]
     assert events[1]["to_step"] == 3
-    last = lines(kept)[-1]
+    # A run that is resumed after the rollback does not choose again.
+    last = own_past(saved_checkpoints(folder_of(kept)))[-1]
+    assert load_trainer_state(last.folder)["replay"] == [16, events[0]["share"]]
+    end = lines(kept)[-1]
     # 33 steps read 4 rows each; the steps that were dropped count, too.
     share = events[0]["share"]
     rows = 16 * FIRST_REPLAY_SHARE + (4 * 32 - 16) * share
-    assert last["epoch/kept"] * rows_in(Path(kept["data"]["keep"])) == pytest.approx(rows, abs=2)
+    assert end["epoch/kept"] * rows_in(Path(kept["data"]["keep"])) == pytest.approx(rows, abs=2)
 
 
 def test_kept_text_is_compared_with_start_without_other_evaluations(

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Literal
 from firstlight.console import counted, human_bytes
 from firstlight.data.corpus import TokenDataset
 from firstlight.data.records import digest_of
-from firstlight.data.shards import read_manifest
+from firstlight.data.shards import MANIFEST_NAME, read_manifest
 from firstlight.data.sources import (
     STANDARD_LIBRARY,
     DataSource,
@@ -28,7 +28,7 @@ from firstlight.data.sources import (
     limited_sources,
 )
 from firstlight.errors import ConfigError, InputError, TokenizerError
-from firstlight.files.atomic import make_folder, write_file
+from firstlight.files.atomic import MAX_JSON_BYTES, make_folder, read_file, write_file
 from firstlight.from_texts.run_folder import DATA_FOLDER, RECIPE_NAME
 from firstlight.planner.advise import defaults
 from firstlight.recipe.load import parse_yaml
@@ -61,9 +61,6 @@ class KeptText:
         model: folder of the initial model.
         tokenizer: tokenizer of the initial model.
 
-    Attributes:
-        key: hash of the kept text; "" for the control set.
-
     Raises:
         InputError: a file can't be found.
         DataError: a prepared corpus is not text, or has no validation split.
@@ -77,7 +74,8 @@ class KeptText:
         self._model, self._tokenizer = model, tokenizer
         self._prepared = next(filter(None, map(_prepared_folder, keep)), None)
         self._sources: list[DataSource] = []
-        self.key = ""
+        #: Text that changes with the kept text; "" for the control set.
+        self._key = ""
         if self._prepared is not None:
             if len(keep) > 1:
                 raise ConfigError(
@@ -91,7 +89,7 @@ class KeptText:
                 )
             for split in ("train", "val"):  # Raises an error if it is not such a split of text.
                 TokenDataset(self._prepared, split, verify=False)
-            self.key = json.dumps(manifest, sort_keys=True)
+            self._key = json.dumps(manifest, sort_keys=True)
         elif keep:
             try:
                 self._sources = find_sources(keep, as_is=request.as_is)
@@ -99,22 +97,22 @@ class KeptText:
                 raise InputError(f"--keep {shlex.join(keep)}: {error}") from error
             paths = [one.path for one in self._sources if one.path is not None]
             stats = [(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in paths]
-            self.key = json.dumps([list(keep), stats])
+            self._key = json.dumps([list(keep), stats])
 
     def prepare(self, call: RunCall) -> Path:
         """Return the folder of the prepared kept text. In the run folder, it is prepared only once.
 
         Raises:
-            InputError: the kept text is too short.
-        InputError, StorageError, TokenizerError: see `data.prepare.prepare`.
+            InputError: the kept text is too short; see also `data.prepare.prepare`.
+            StorageError, TokenizerError: see `data.prepare.prepare`.
         """
         from firstlight.data.prepare import prepare
 
         if self._prepared is not None:
             return self._prepared
         folder = call.folder / KEPT_FOLDER
-        key = hashlib.sha256(f"{self.key} {self._tokenizer.fingerprint}".encode()).hexdigest()
-        if call.state.get("kept_key") == key and (folder / "manifest.json").is_file():
+        key = hashlib.sha256(f"{self._key} {self._tokenizer.fingerprint}".encode()).hexdigest()
+        if call.state.get("kept_key") == key and (folder / MANIFEST_NAME).is_file():
             return folder
         if self._sources:
             sources = limited_sources(self._sources, defaults.PREPARED_BYTES)
@@ -189,17 +187,23 @@ def _prepared_folder(name: str) -> Path | None:
     """
     place = Path(name).expanduser()
     for folder in (place, place / DATA_FOLDER):
-        if (folder / "manifest.json").is_file():
+        if _is_corpus(folder):
             return folder
     if not (place / RECIPE_NAME).is_file():
         return None
     data = parse_yaml((place / RECIPE_NAME).read_text(encoding="utf-8")).get("data", {}).get("dir")
-    if data is None or not (Path(data) / "manifest.json").is_file():
+    if data is None or not _is_corpus(Path(data)):
         raise ConfigError(
             f"--keep {name} is a run whose data is not a prepared corpus on this machine: name the "
             "text files instead"
         )
     return Path(data)
+
+
+def _is_corpus(folder: Path) -> bool:
+    """Return True for a prepared corpus. Folders of text can contain another manifest.json."""
+    path = folder / MANIFEST_NAME
+    return path.is_file() and b'"tokenizer_sha256"' in read_file(path, MAX_JSON_BYTES)
 
 
 def _prose() -> Iterator[str]:

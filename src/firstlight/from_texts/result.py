@@ -83,7 +83,7 @@ class TextRun:
         reward_accuracy: fraction of the held-out preference pairs whose preferred answer had the
             higher reward at the last evaluation. None if there was no evaluation with preference
             pairs.
-        kept: what fine-tuning gained on the new text and lost on the kept text. None for a new
+        kept: change of the new text and the kept text by fine-tuning. None for a new
             model. Its step is that of the checkpoint that `best` recommends.
     """
 

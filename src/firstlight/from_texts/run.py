@@ -136,9 +136,9 @@ def train_texts(
         val_inputs: validation data, in the same form as `inputs`. If it is empty, a part of the
             inputs is held out.
         as_is: True to read text unchanged; see `prepare`.
-        keep: with `init_from`, text that the model should not forget: files as in `inputs`, or a
-            prepared corpus or run. It is evaluated together with the new text. If it is empty, a
-            control set is used; see `finetuning.kept`.
+        keep: text that a model from `init_from` should not forget, as files like those in `inputs`,
+            a prepared corpus or a run. It is evaluated together with the new text. If it is empty,
+            a control set is used; see `finetuning.kept`.
         replay: fraction of the training rows that are taken from the kept text. None chooses it
             after a tenth of the run if the new data is text, and means 0 for conversations without
             `keep` and for preference pairs.

@@ -228,7 +228,7 @@ def length_options(request: Request) -> list[str]:
 def own_options(request: Request) -> list[str]:
     """Return the command-line options for the model size and recipe values set by the user."""
     size = [] if request.size is None else ["--size", request.size]
-    # This key has an option of its own.
+    # --replay is the short form of this key.
     names = {"data.replay": "--replay"}
     return size + [
         word
