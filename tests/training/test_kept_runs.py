@@ -5,6 +5,7 @@ of kept text that a run chooses, the best checkpoint, and resumed runs.
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -23,9 +24,11 @@ from firstlight.report.report import further_charts
 from firstlight.report.summary import kept_result
 from firstlight.run_log.reader import read_json_lines, read_run
 from firstlight.tokenizer import Tokenizer, train_tokenizer
+from firstlight.training import time_budget
 from firstlight.training.guard import DivergedError
 from firstlight.training.loop import RunAhead, train
 from firstlight.training.step import train_step
+from firstlight.training.time_budget import LoopTimes
 from firstlight.training.validation import replay_share
 
 
@@ -169,6 +172,33 @@ def test_run_with_chosen_share_resumes_bit_for_bit(
     assert weights[0].read_bytes() == weights[1].read_bytes()
     rows = [folder_of(one) / "events.jsonl" for one in (kept, again)]
     assert rows[0].read_bytes() == rows[1].read_bytes()
+
+
+# Before the choice, and after it. Later, the number of steps is decided.
+@pytest.mark.parametrize("stop", [2, 4])
+def test_timed_run_chooses_share_after_a_tenth_of_predicted_steps(
+    kept: dict[str, Any],
+    start: Path,
+    tmp_path: Path,
+    stop: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # Each reading of the clock is 1 s later, and 60 s are expected to suffice for 30 steps of 128
+    # tokens.
+    monkeypatch.setattr(time_budget, "_usual_tokens_per_second", lambda *_: 64.0)
+    monkeypatch.setattr(
+        time_budget, "LoopTimes", lambda: LoopTimes(map(float, itertools.count()).__next__)
+    )
+    kept["schedule"] = {"kind": "wsd", "max_minutes": 1.0, "warmup_steps": 2}
+    train(kept, init_from=start)
+    assert [one["step"] for one in read_json_lines(folder_of(kept) / "events.jsonl")] == [3]
+    again = copy.deepcopy(kept)
+    again["run"]["dir"] = str(tmp_path / "again")
+    again["checkpoint"]["every_steps"] = 1
+    stop_after(again, stop, start)
+    train(again, resume=True, init_from=start)
+    events = [(folder_of(one) / "events.jsonl").read_bytes() for one in (kept, again)]
+    assert events[0] == events[1]
 
 
 def test_run_with_chosen_share_is_the_same_with_passes_run_ahead(

@@ -270,24 +270,25 @@ class Run:
         self.dataset.change_share(position, share)
 
     @property
-    def replay_steps(self) -> int | None:
+    def replay_steps(self) -> int:
         """Number of steps of the run from which the share of kept text is chosen. In a run with a
-        time budget, it is the number that was decided first, and None before that.
+        time budget, this is the predicted number, because the decided number is only known after a
+        third of a short run.
         """
         if self.budget is None:
             return self.max_steps
-        first = self.budget.first_decision
-        return None if first is None or self.state.step <= first[1] else first[0]
+        predicted = self.budget.length.predicted_steps
+        return min(predicted, self.budget.most_steps or predicted)
 
     @property
     def decides_replay(self) -> bool:
         """True if the share of kept text in the following rows must be chosen after the current
         step. This is the case once, after a tenth of the run and its warm-up.
         """
-        step, steps = self.state.step, self.replay_steps
-        if not self._is_replay_open or steps is None:
+        if not self._is_replay_open:
             return False
-        return step > self.schedule.warmup_steps and 10 * step >= steps
+        step = self.state.step
+        return step > self.schedule.warmup_steps and 10 * step >= self.replay_steps
 
     def take_replay(self, share: float) -> None:
         """Use a share of kept text for all rows after the current step."""

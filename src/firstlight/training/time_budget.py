@@ -393,18 +393,6 @@ class TimeBudget:
                 record["replaced"] = [list(pair) for pair in length.replaced]
         return record
 
-    @property
-    def first_decision(self) -> tuple[int, int] | None:
-        """The number of steps of the run as it was first decided, and the number of steps completed
-        at that time. None until it is decided. A run that is resumed from an earlier step has the
-        same value.
-        """
-        length = self.length
-        if not isinstance(length, DecidedLength):
-            return None
-        steps = length.replaced[0][0] if length.replaced else length.max_steps
-        return steps, length.decided_at
-
     def take(self, max_steps: int, step: int) -> None:
         """Set the number of steps of the run, either when it is decided or when it is checked
         again.

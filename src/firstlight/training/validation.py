@@ -242,8 +242,7 @@ def _choose_replay(run: Run, kept: float) -> None:
     if start is None:  # The run began with the steps of another run, so there is no comparison.
         run.take_replay(FIRST_REPLAY_SHARE)
         return
-    assert run.replay_steps is not None
-    left = run.batch.before(run.replay_steps) - run.rows_read
+    left = max(run.batch.before(run.replay_steps) - run.rows_read, 0)
     share = replay_share(kept / start - 1, left / dataset.parts[1].dataset.num_rows(run.seq_len))
     run.take_replay(share)
     then = f"{100 * share:.0f}% of the following rows are kept text"
