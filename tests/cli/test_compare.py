@@ -86,6 +86,14 @@ def test_compare_prints_writes_page_and_json(
     assert f"worse by {worst['difference']:.1f} bits" in shown.err
     assert "«" in shown.err
     assert result["page"] == str(page)
+    last = shown.err.splitlines()[-2]
+    assert last.startswith(f"with {models[1]}: ")
+    one = result["texts"][0]
+    error = one["difference"]["stderr"]
+    assert f"bits for {text}" in last
+    assert ("(within twice" in last.partition(";")[0]) is (
+        abs(one["difference"]["value"]) <= 2 * error
+    )
 
     html = page.read_text(encoding="utf-8")
     assert "<script>alert" not in html
