@@ -164,7 +164,7 @@ recipe_argument = click.argument(
 best_option = click.option(
     "--best",
     is_flag=True,
-    help="For a run, use the checkpoint with the lowest validation loss instead of the newest.",
+    help="For a run, use its best checkpoint instead of its newest.",
 )
 out_option = path_option("--out", required=True, help="Folder to write.")
 text_key_option = click.option(

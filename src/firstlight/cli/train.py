@@ -374,7 +374,7 @@ def _show_all_help(ctx: click.Context, _: click.Parameter, is_asked: bool) -> No
 @click.option(
     "--best",
     is_flag=True,
-    help="With --init-from RUN: its checkpoint with the lowest validation loss.",
+    help="With --init-from RUN: its best checkpoint instead of its newest.",
 )
 @click.option(
     "--new-rows",
