@@ -20,7 +20,7 @@ pytestmark = pytest.mark.usefixtures("forked_processes")
 
 
 def test_waited_process_is_described_with_its_output() -> None:
-    command = [sys.executable, "-c", "print('first', flush=True); input(); print('last')"]
+    command = [sys.executable, "-c", "print('first\\n', end='', flush=True); input(); print('last')"]
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as process:
@@ -60,7 +60,9 @@ def start():
     processes = []
 
     def start_one(word):
-        command = [sys.executable, "-c", f"print({word!r}.upper(), flush=True); input()"]
+        # `communicate` closes the input, so that reading it would end the process.
+        program = f"import signal; print({word!r}.upper(), flush=True); signal.pause()"
+        command = [sys.executable, "-c", program]
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
         processes.append(subprocess.Popen(command, text=True, **pipes))
         select.select([processes[-1].stdout], [], [])
