@@ -75,7 +75,7 @@ def model(tmp_path: Path, tokenizer: Tokenizer) -> Path:
 
 def tuned(inputs: Any, model: Path, **changes: Any) -> TextRun:
     options: dict[str, Any] = {"steps": 2, "overrides": {"evaluation.sample_tokens": 4}}
-    return train_texts(inputs, init_from=model, **({"progress": False} | options | changes))
+    return train_texts(inputs, **({"init_from": model, "progress": False} | options | changes))
 
 
 #: A conversation that is longer than the row chosen for the others.
@@ -161,7 +161,9 @@ def test_fine_tuning_run_of_version_that_prepared_data_differently_can_be_contin
         tuned(chats, model, steps=None, overrides={}, resume=True)
 
 
-def test_fine_tuning_stopped_run_is_resumed(tmp_path: Path, model: Path) -> None:
+# The same model under a different path, and no model.
+@pytest.mark.parametrize("again", ["model", None])
+def test_fine_tuning_stopped_run_is_resumed(tmp_path: Path, model: Path, again: str | None) -> None:
     chats = write_lines(tmp_path / "chats.jsonl", draw_records(60))
     stop = {"run.max_minutes": 1e-9, "evaluation.sample_tokens": 4}
     first = tuned(chats, model, overrides=stop)
@@ -169,8 +171,7 @@ def test_fine_tuning_stopped_run_is_resumed(tmp_path: Path, model: Path) -> None
     assert first.training.stopped_by == "max_minutes"
     recipe = first.run_folder / "recipe.yaml"
     recipe.write_text(recipe.read_text().replace("max_minutes: 1.0e-09", "max_minutes: null"))
-    # The same model under a different path.
-    second = tuned(chats, Path(model.name), steps=None, overrides={}, resume=True)
+    second = tuned(chats, model, steps=None, overrides={}, resume=True, init_from=again)
     assert second.training is not None
     assert (second.run_folder, second.training.step) == (first.run_folder, 2)
 

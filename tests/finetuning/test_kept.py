@@ -48,7 +48,7 @@ def model(tmp_path: Path, tokenizer: Tokenizer) -> Path:
 
 def tuned(inputs: Any, model: Path, **changes: Any) -> TextRun:
     options: dict[str, Any] = {"steps": 20, "overrides": {"evaluation.sample_tokens": 4}}
-    return train_texts(inputs, init_from=model, **({"progress": False} | options | changes))
+    return train_texts(inputs, **({"init_from": model, "progress": False} | options | changes))
 
 
 def evaluated(run: TextRun) -> list[int]:
@@ -127,7 +127,7 @@ def test_keep_takes_files_a_corpus_and_a_run(
     assert f"--replay 0.25 --init-from {model} --keep {place}" in longer
     # A second call finds the same run; other kept text starts another one.
     bare: dict[str, Any] = {"resume": True, "steps": None, "overrides": {}}
-    for options in ({"keep": place, "replay": 0.25}, bare):
+    for options in ({"keep": place, "replay": 0.25}, bare, bare | {"init_from": None}):
         again = tuned(tmp_path / "new", model, **options)
         assert (again.run_folder, again.training) == (run.run_folder, None)
         assert again.kept == run.kept

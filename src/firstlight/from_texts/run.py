@@ -17,6 +17,7 @@ from firstlight.from_texts.run_folder import (
     RECIPE_NAME,
     OnStep,
     RunCall,
+    earlier_initial_model,
     earlier_request,
     facts_of_files,
     place_of_run,
@@ -174,6 +175,8 @@ def train_texts(
         keep=keep,
         replay=replay,
     )
+    if resume and init_from is None:
+        request = replace(request, init_from=earlier_initial_model(request, run_dir))
     work = work_of(request, tell, progress=progress)
     # These modules are imported after the first message, because they import torch, which takes
     # several seconds.

@@ -352,6 +352,20 @@ def _changes_since(
         yield f"{shlex.join(command)} continues that run{texts}"
 
 
+def earlier_initial_model(request: Request, run_dir: str | Path | None) -> str | None:
+    """Return the initial model of the newest unfinished run on the same inputs. If all runs are
+    complete, return the one of the newest run. None stands for a new model, or for no run.
+    """
+    base, is_given = _base_folder(request, run_dir)
+    found: dict[tuple[bool, float], str | None] = {}
+    for folder in itertools.takewhile(Path.is_dir, [base] if is_given else _numbered(base)):
+        state = read_state(folder)
+        if state.get("inputs") == list(request.inputs) and "request" in state:
+            changed = (folder / STATE_NAME).stat().st_mtime
+            found[not state.get("complete"), changed] = state["request"].get("init_from")
+    return found[max(found)] if found else None
+
+
 def earlier_request(request: Request, content_key: str, run_dir: str | Path | None) -> Request:
     """Return the request of the newest unfinished run with the same content. If all runs are
     complete, return the request of the newest run.
