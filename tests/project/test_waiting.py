@@ -20,7 +20,11 @@ pytestmark = pytest.mark.usefixtures("forked_processes")
 
 
 def test_waited_process_is_described_with_its_output() -> None:
-    command = [sys.executable, "-c", "print('first\\n', end='', flush=True); input(); print('last')"]
+    command = [
+        sys.executable,
+        "-c",
+        "print('first\\n', end='', flush=True); input(); print('last')",
+    ]
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as process:
