@@ -26,6 +26,7 @@ from firstlight.checkpoint.selection import resolve_model_folder
 from firstlight.console import say
 from firstlight.errors import ConfigError
 from firstlight.files.atomic import make_folder, write_file
+from firstlight.finetuning.choices import starting_model
 from firstlight.from_texts.run import train_texts
 from firstlight.hardware.device import find_hardware, machine_facts
 from firstlight.lora.files import config_folder
@@ -96,10 +97,11 @@ def measure(options: KeepingBench, new: Path, row: Mapping[str, Any]) -> Mapping
     """
     folder, control = options.folder / "run", options.folder / "kept"
     shutil.rmtree(folder, ignore_errors=True)
-    config = read_config(config_folder(resolve_model_folder(options.model)))
+    start = resolve_model_folder(options.model)
+    model = starting_model(start, read_config(config_folder(start)))
     is_lora = row["method"] == "lora"
-    is_text = new.suffix != ".jsonl"
-    chosen = finetuning_rate("adamw", config.hidden_size, {}, adapters=is_lora, text=is_text)
+    young = model.is_young and new.suffix != ".jsonl"
+    chosen = finetuning_rate("adamw", model.hidden_size, {}, adapters=is_lora, young=young)
     learning_rate = float(f"{row['rate'] * chosen:.3g}")
     done = train_texts(
         new,

@@ -27,6 +27,7 @@ from firstlight.finetuning.choices import (
     TuningFacts,
     choose_tuning,
     row_of,
+    starting_model,
 )
 from firstlight.finetuning.run import FineTuning
 from firstlight.from_texts import machine as machine_module
@@ -48,6 +49,8 @@ from firstlight.recipe import load_recipe, parse_recipe
 from firstlight.run_log.names import FORECAST_NAME
 from firstlight.tokenizer import Tokenizer
 from firstlight.tokenizer.chat_template import required_tokens
+from firstlight.training.loop import train
+from firstlight.weights.huggingface import read_config
 from firstlight.weights.stored import save_tensors
 
 pytestmark = pytest.mark.usefixtures("forked_processes")
@@ -75,7 +78,7 @@ def model(tmp_path: Path, tokenizer: Tokenizer) -> Path:
 
 def tuned(inputs: Any, model: Path, **changes: Any) -> TextRun:
     options: dict[str, Any] = {"steps": 2, "overrides": {"evaluation.sample_tokens": 4}}
-    return train_texts(inputs, **({"init_from": model, "progress": False} | options | changes))
+    return train_texts(inputs, **{"init_from": model, "progress": False, **options, **changes})
 
 
 #: A conversation that is longer than the row chosen for the others.
@@ -83,11 +86,15 @@ LONG = {"messages": say("a short question", "one two three four " * 200)}
 
 
 def chosen(
-    length: Length, method: Method = FULL, fixed: Mapping[str, Any] | None = None, **changes: Any
+    length: Length,
+    method: Method = FULL,
+    fixed: Mapping[str, Any] | None = None,
+    model: StartingModel = MODEL,
+    **changes: Any,
 ) -> Any:
     data = dataclasses.replace(CHATS, **changes)
-    row = row_of(data, MODEL, {})
-    facts = TuningFacts(data, MODEL, method, MACHINE, 100_000.0, 10_000.0, row)
+    row = row_of(data, model, {})
+    facts = TuningFacts(data, model, method, MACHINE, 100_000.0, 10_000.0, row)
     return choose_tuning(facts, length, fixed or {})
 
 
@@ -635,17 +642,48 @@ def test_fine_tuning_on_gpu_with_slow_kernel_launches_fills_budget() -> None:
 
 
 @pytest.mark.parametrize(
-    "width, multiple", [(64, 3.0), (192, 3.0), (288, 2.0), (576, 1.0), (960, 1.0)]
+    ("width", "rate"), [(64, 3.2e-3), (320, 3.2e-3), (640, 1.6e-3), (1280, 8e-4)]
 )
-def test_fine_tuning_learning_rate_on_text_is_higher_for_narrow_models(
-    width: int, multiple: float
+def test_fine_tuning_learning_rate_of_young_models_on_text(width: int, rate: float) -> None:
+    assert defaults.finetuning_rate("adamw", width, {}, adapters=False, young=True) == rate
+    usual, young = (
+        defaults.finetuning_rate("adamw", width, {}, adapters=True, young=young)
+        for young in (False, True)
+    )
+    assert young == pytest.approx(3 * usual, rel=0.05)
+    given = {"learning_rate": 0.1}
+    assert defaults.finetuning_rate("adamw", width, given, adapters=False, young=True) == 0.1
+
+
+def test_fine_tuning_only_models_of_few_tokens_are_young(
+    tmp_path: Path, data: Path, model: Path
 ) -> None:
-    for adapters in (False, True):
-        usual = defaults.finetuning_rate("adamw", width, {}, adapters=adapters)
-        text = defaults.finetuning_rate("adamw", width, {}, adapters=adapters, text=True)
-        assert text == pytest.approx(multiple * usual, rel=0.05)
-        given = {"learning_rate": 0.1}
-        assert defaults.finetuning_rate("adamw", width, given, adapters=adapters, text=True) == 0.1
+    recipe: dict[str, Any] = {
+        "run": {"dir": str(tmp_path / "run")},
+        "data": {"dir": str(data), "seq_len": 32},
+        "batch": {"micro_batch_size": 4},
+        "schedule": {"max_steps": 4, "warmup_steps": 0},
+        "evaluation": {"every_steps": 0},
+    }
+    small = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    result = train(recipe | {"model": small})
+
+    def start(folder: Path) -> StartingModel:
+        return starting_model(folder, read_config(folder))
+
+    found = start(result.checkpoint)
+    assert found.tokens == result.tokens_seen == 4 * 4 * 32
+    assert found.is_young
+    assert not dataclasses.replace(found, tokens=20 * found.parameters).is_young
+    assert start(model).tokens is None
+    assert not start(model).is_young
+    # How many tokens the model was trained on before is unknown.
+    tuned_run = train(recipe | {"run": {"dir": str(tmp_path / "tuned")}}, init_from=model)
+    assert start(tuned_run.checkpoint).tokens is None
+    for kind, tokens, rate in (("text", None, 1.6e-3), ("text", 1, 3.2e-3), ("chat", 1, 1.6e-3)):
+        model_facts = dataclasses.replace(MODEL, tokens=tokens)
+        found_rate = chosen(Length(60.0), model=model_facts, kind=kind)["optimizer.learning_rate"]
+        assert found_rate == rate
 
 
 def test_fine_tuning_learning_rate_follows_width_and_method() -> None:

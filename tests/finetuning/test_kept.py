@@ -48,7 +48,7 @@ def model(tmp_path: Path, tokenizer: Tokenizer) -> Path:
 
 def tuned(inputs: Any, model: Path, **changes: Any) -> TextRun:
     options: dict[str, Any] = {"steps": 20, "overrides": {"evaluation.sample_tokens": 4}}
-    return train_texts(inputs, **({"init_from": model, "progress": False} | options | changes))
+    return train_texts(inputs, **{"init_from": model, "progress": False, **options, **changes})
 
 
 def evaluated(run: TextRun) -> list[int]:

@@ -10,7 +10,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
 
 from firstlight.console import counted, rounded
 from firstlight.from_texts.plan import (
@@ -30,6 +31,9 @@ from firstlight.planner.advise import defaults
 from firstlight.planner.advise.defaults import finetuning_rate
 from firstlight.planner.advise.law import Length, MachineFacts
 from firstlight.planner.advise.model import batch_and_rate
+
+if TYPE_CHECKING:
+    from firstlight.models import ModelConfig
 
 
 @dataclass(frozen=True)
@@ -120,12 +124,39 @@ class StartingModel:
         parameters: number of parameters.
         hidden_size, layers: hidden size and number of layers of the model.
         context: context length of the model in tokens.
+        tokens: number of tokens that firstlight has trained the model on; None if another program
+            has trained it, or if it was fine-tuned from another model.
     """
 
     parameters: int
     hidden_size: int
     layers: int
     context: int
+    tokens: int | None = None
+
+    @property
+    def is_young(self) -> bool:
+        """True if the model is known to have been trained on few tokens."""
+        return self.tokens is not None and self.tokens < defaults.YOUNG_TOKENS * self.parameters
+
+
+def starting_model(folder: Path, config: ModelConfig) -> StartingModel:
+    """Return the properties of the model in a checkpoint or model folder.
+
+    Raises:
+        CheckpointError: the checkpoint is damaged.
+    """
+    from firstlight.checkpoint.checkpoint import STATE_NAME, load_trainer_state
+    from firstlight.models.accounting import count_parameters, meta_model
+
+    state = load_trainer_state(folder) if (folder / STATE_NAME).is_file() else {}
+    return StartingModel(
+        count_parameters(meta_model(config)).total,
+        config.hidden_size,
+        config.num_hidden_layers,
+        config.max_position_embeddings,
+        tokens=None if state.get("init_from") else state.get("tokens_seen"),
+    )
 
 
 def row_of(data: TuningData, model: StartingModel, fixed: Mapping[str, Any]) -> Choice:
@@ -322,9 +353,12 @@ def _optimizer_choices(facts: TuningFacts, fixed: Mapping[str, Any]) -> Iterator
     name = str(fixed.get("optimizer.name", "adamw"))
     own = given_keys("optimizer", fixed)
     is_text = facts.data.kind == "text"
-    rate = finetuning_rate(name, model.hidden_size, own, adapters=method.adapters, text=is_text)
+    young = is_text and model.is_young
+    rate = finetuning_rate(name, model.hidden_size, own, adapters=method.adapters, young=young)
     trained = "adapters" if method.adapters else "all weights"
     reason = f"for {trained} at hidden size {model.hidden_size:,}; higher for smaller models"
+    if young:
+        reason = f"for {trained} of a model that was trained on only {model.tokens:,} tokens"
     if facts.data.kind == "preference" and "learning_rate" not in own:
         rate = float(f"{defaults.PAIR_MULTIPLE * rate:.2g}")
     yield Choice("optimizer.name", "adamw", "the usual optimizer for fine-tuning")

@@ -39,12 +39,12 @@ from firstlight.errors import ConfigError, FirstlightError, InputError
 from firstlight.files.atomic import write_file
 from firstlight.finetuning.choices import (
     Method,
-    StartingModel,
     TuningData,
     TuningFacts,
     check_given,
     choose_tuning,
     row_of,
+    starting_model,
 )
 from firstlight.finetuning.kept import KeptText
 from firstlight.from_texts.plan import Choice, Row, RunPlan, given_batch, given_unit
@@ -178,7 +178,6 @@ class FineTuning:
             check_given(request, conversations=True)
         from firstlight.checkpoint.selection import read_model_folder, resolve_tokenizer
         from firstlight.lora.files import config_folder
-        from firstlight.models.accounting import count_parameters, meta_model
         from firstlight.tokenizer import Tokenizer
         from firstlight.weights.huggingface import read_config
 
@@ -196,12 +195,7 @@ class FineTuning:
         # path of the downloaded folder.
         is_here = Path(request.init_from).expanduser().exists()
         self._start = request.init_from if is_here else str(self._folder)
-        self._model = StartingModel(
-            count_parameters(meta_model(self._config)).total,
-            self._config.hidden_size,
-            self._config.num_hidden_layers,
-            self._config.max_position_embeddings,
-        )
+        self._model = starting_model(self._folder, self._config)
         self._has_keep = bool(request.keep)
         self._chats: Conversations | None = None
         self._scan: Scan | None = None

@@ -325,15 +325,21 @@ def new_model_rates(
     return {**rates, "tuned_width": width} if follows_width else rates
 
 
-#: For plain text, the learning rate of models narrower than this is multiplied by the ratio of the
-#: widths. With three times the usual rate, a model of width 192 that firstlight had trained needed
-#: 8% fewer bits for a new text and no more for the kept text. SmolLM2-135M, which has this width,
-#: needed more bits for both. The ratio is limited to the measured one.
-TEXT_WIDTH, MOST_TEXT_RATIO = 576, 3.0
+#: A model is young if it was trained on fewer than YOUNG_TOKENS tokens per parameter. On plain
+#: text, it is trained with YOUNG_RATE, or YOUNG_MULTIPLE times the usual rate for adapters. The
+#: rate was measured with models of width 64, 192 and 320 that firstlight had trained on 0.04 to 1.2
+#: tokens per parameter (docs/finetuning.md). Models that were trained for longer are more
+#: sensitive (Springer et al. 2025, "Overtrained Language Models Are Harder to Fine-Tune",
+#: arXiv:2503.19206): with three times the usual rate, SmolLM2-135M, trained on 15,000 tokens per
+#: parameter, needed more bits for both texts. Ratios between these were not measured. For models
+#: wider than YOUNG_WIDTH, the widest that was measured, the rate is inversely proportional to the
+#: width.
+YOUNG_TOKENS = 20
+YOUNG_RATE, YOUNG_WIDTH, YOUNG_MULTIPLE = 3.2e-3, 320, 3.0
 
 
 def finetuning_rate(
-    name: str, hidden_size: int, given: Mapping[str, Any], *, adapters: bool, text: bool = False
+    name: str, hidden_size: int, given: Mapping[str, Any], *, adapters: bool, young: bool = False
 ) -> float:
     """Return the learning rate for fine-tuning, which is higher for narrower models.
 
@@ -342,7 +348,7 @@ def finetuning_rate(
         hidden_size: width of the model.
         given: values of the `optimizer` section that are set by the user.
         adapters: True to fine-tune adapters, False to fine-tune all weights.
-        text: True to train on plain text, False to train on conversations or preference pairs.
+        young: True to train a model on plain text that was trained on few tokens before.
 
     Raises:
         ConfigError: no learning rate is known for the optimizer, and the user has not set one.
@@ -351,11 +357,13 @@ def finetuning_rate(
         return float(given["learning_rate"])
     _require_known(name, TUNING_MULTIPLES, given)
     ratio = TUNING_WIDTH / hidden_size
-    rate = TUNING_RATE * ratio
     if adapters:
         rate = ADAPTER_MULTIPLE * TUNING_RATE * ratio**ADAPTER_POWER
-    if text:
-        rate *= min(max(TEXT_WIDTH / hidden_size, 1.0), MOST_TEXT_RATIO)
+        rate *= YOUNG_MULTIPLE if young else 1.0
+    elif young:
+        rate = YOUNG_RATE * min(1.0, YOUNG_WIDTH / hidden_size)
+    else:
+        rate = TUNING_RATE * ratio
     return float(f"{rate * TUNING_MULTIPLES[name]:.2g}")
 
 
