@@ -100,7 +100,8 @@ def measure(options: KeepingBench, new: Path, row: Mapping[str, Any]) -> Mapping
     start = resolve_model_folder(options.model)
     model = starting_model(start, read_config(config_folder(start)))
     is_lora = row["method"] == "lora"
-    young = model.is_young and new.suffix != ".jsonl"
+    is_chat = new.suffix == ".jsonl"
+    young = model.is_young and not is_chat
     chosen = finetuning_rate("adamw", model.hidden_size, {}, adapters=is_lora, young=young)
     learning_rate = float(f"{row['rate'] * chosen:.3g}")
     done = train_texts(
@@ -110,6 +111,7 @@ def measure(options: KeepingBench, new: Path, row: Mapping[str, Any]) -> Mapping
         run_dir=folder,
         overrides={
             **METHODS[row["method"]],
+            **({"data.val_files": [str(_held_out(options))]} if is_chat else {}),
             "run.seed": row["seed"],
             "optimizer.learning_rate": learning_rate,
             "batch.global_batch_tokens": options.batch_tokens,
@@ -118,7 +120,7 @@ def measure(options: KeepingBench, new: Path, row: Mapping[str, Any]) -> Mapping
             "evaluation.every_steps": max(options.steps // options.evaluations, 1),
             "checkpoint.every_steps": 0,
         },
-        val_inputs=_held_out(options),
+        val_inputs=() if is_chat else _held_out(options),
         keep=options.keep or (control if control.is_dir() else ()),
         replay=None if row["replay"] == "auto" else float(row["replay"]),
         progress=False,
