@@ -1,6 +1,7 @@
 """`python -m benchmarks keeping`: what fine-tuning on a text gains on it and loses on others.
 
-Each run is a call of `train_texts` with `init_from`. The rows are all combinations of the shares of
+Each run is a call of `train_texts` with `init_from`. The new text is plain text, or conversations in
+a JSON Lines file. The rows are all combinations of the shares of
 kept text (--replay), learning rates as multiples of the chosen rate, methods (all weights or LoRA)
 and sizes of the text. The control set is made once, by the first run. The held-out text is the same
 for all sizes: the last tenth of the text.
@@ -50,7 +51,7 @@ def bench_keeping(options: KeepingBench) -> dict[str, Any]:
     make_folder(folder)
     text = Path(options.text).read_text(encoding="utf-8")
     cut = text.rfind("\n", 0, int(0.9 * len(text))) + 1
-    write_file(folder / "held-out.txt", text[cut:])
+    write_file(_held_out(options), text[cut:])
     path = folder / "results.jsonl"
     found = [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
     grid = itertools.product(
@@ -60,7 +61,7 @@ def bench_keeping(options: KeepingBench) -> dict[str, Any]:
         options.rates,
     )
     for seed, kilobytes, method, rate in grid:
-        new = folder / f"new-{kilobytes}" / f"{Path(options.text).stem}.txt"
+        new = folder / f"new-{kilobytes}" / Path(options.text).name
         make_folder(new.parent)
         most = 1000 * kilobytes or None
         write_file(new, text[:cut].encode()[:most].decode(errors="ignore"))
@@ -75,6 +76,10 @@ def bench_keeping(options: KeepingBench) -> dict[str, Any]:
             say(f"{row}: {result['new'][-1]:.4f} new, {result['kept'][-1]:.4f} kept")
     machine = machine_facts(find_hardware("auto"))
     return {"machine": machine, "model": options.model, "text": options.text, "runs": found}
+
+
+def _held_out(options: KeepingBench) -> Path:
+    return options.folder / f"held-out{Path(options.text).suffix}"
 
 
 def measure(options: KeepingBench, new: Path, row: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -93,7 +98,8 @@ def measure(options: KeepingBench, new: Path, row: Mapping[str, Any]) -> Mapping
     shutil.rmtree(folder, ignore_errors=True)
     config = read_config(config_folder(resolve_model_folder(options.model)))
     is_lora = row["method"] == "lora"
-    chosen = finetuning_rate("adamw", config.hidden_size, {}, adapters=is_lora, text=True)
+    is_text = new.suffix != ".jsonl"
+    chosen = finetuning_rate("adamw", config.hidden_size, {}, adapters=is_lora, text=is_text)
     learning_rate = float(f"{row['rate'] * chosen:.3g}")
     done = train_texts(
         new,
@@ -110,7 +116,7 @@ def measure(options: KeepingBench, new: Path, row: Mapping[str, Any]) -> Mapping
             "evaluation.every_steps": max(options.steps // options.evaluations, 1),
             "checkpoint.every_steps": 0,
         },
-        val_inputs=options.folder / "held-out.txt",
+        val_inputs=_held_out(options),
         keep=options.keep or (control if control.is_dir() else ()),
         replay=None if row["replay"] == "auto" else float(row["replay"]),
         progress=False,

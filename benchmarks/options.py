@@ -199,7 +199,7 @@ class KeepingBench(FolderBench):
 
     Attributes:
         model: model to fine-tune: a folder, a run or a GGUF file.
-        text: new text, a file; its last tenth is held out.
+        text: new text, a text file or a .jsonl file of conversations; its last tenth is held out.
         keep: kept text, as for `firstlight train`. [the control set]
         steps: optimizer steps of a run.
         batch_tokens: tokens per step.
