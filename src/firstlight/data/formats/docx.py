@@ -55,12 +55,13 @@ def _walk(node: Any, out: Paragraphs, used: list[tuple[str, str]]) -> None:
         used.append((_NOTES[tag], attribute(node, "id")))
         out.add(f"[{len(used)}]")
     elif tag == "tbl":
-        out.end()
+        out.end_group()
         for row in (one for one in node if tag_of(one) == "tr"):
             out.add_row([_cell(cell, used) for cell in row if tag_of(cell) == "tc"])
+        out.end_group()
     else:
         if tag == "p":
-            out.mark("- ") if _is_item(node) else out.end()
+            out.mark("- ") if _is_item(node) else out.end_group()
         for child in node:
             _walk(child, out, used)
         if tag == "p":

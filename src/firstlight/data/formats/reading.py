@@ -34,7 +34,7 @@ from firstlight.hardware.environment import usable_cpus
 #: Version of the readers. It is increased when any of them returns different text.
 _VERSION = 1
 #: Limits for a file: memory in bytes, CPU time in seconds, and CPU time for each further MB.
-_MEMORY, _SECONDS, _SECONDS_PER_MB = 300_000_000, 2.0, 4.0
+_MEMORY, _SECONDS, _SECONDS_PER_MB = 300 << 20, 2, 4
 #: Maximum number of files left out that a message names.
 _SHOWN = 3
 #: Numbers the parts of a document, in the place of its last part: "pages 1 to 12", "chapter 3".
@@ -173,7 +173,7 @@ def _read(path: Path, process: LimitedProcess) -> dict[str, Any]:
     texts = _cache_file(path, ".jsonl")
     summary_file = texts.with_suffix(".json")
     partial = texts.with_name(f"{texts.name}.{os.getpid()}")
-    seconds = _SECONDS + _SECONDS_PER_MB * path.stat().st_size / 1e6
+    seconds = _SECONDS + _SECONDS_PER_MB * path.stat().st_size // 1_000_000
     with storage_errors(texts):
         texts.parent.mkdir(parents=True, exist_ok=True)
         try:
