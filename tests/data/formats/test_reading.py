@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import zipfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from firstlight.data.formats import reading, registry
+from firstlight.data.formats import reading
 from firstlight.data.formats.registry import FORMATS, Format
 from firstlight.data.records import read_documents
 from firstlight.data.sources import find_sources, listed, text_size, unread_files
+from firstlight.files.limits import LimitedProcess
 
 
 @pytest.fixture(autouse=True)
@@ -58,9 +61,12 @@ def test_only_changed_files_are_read_again(tmp_path: Path, monkeypatch: pytest.M
     notebook(second, "changed")
     calls: list[Path] = []
     read = reading._read
-    monkeypatch.setattr(
-        reading, "_read", lambda path, child: calls.append(path) or read(path, child)
-    )
+
+    def counted(path: Path, process: LimitedProcess) -> Any:
+        calls.append(path)
+        return read(path, process)
+
+    monkeypatch.setattr(reading, "_read", counted)
     reading.read_all([first, second])
     assert calls == [second]
     assert list(reading.documents_in(second)) == [("", "changed", "")]
@@ -121,7 +127,7 @@ def test_missing_reader_is_named_once_with_the_count_of_files(
 ) -> None:
     for name in ("a.pdf", "b.pdf", "c.docx", "d.png"):
         (tmp_path / name).write_bytes(b"\x00\x01")
-    monkeypatch.setattr(registry.importlib.util, "find_spec", lambda package: None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda package: None)
     unread = unread_files([tmp_path])
     assert [path.name for path in unread] == ["a.pdf", "b.pdf", "c.docx", "d.png"]
     assert listed({".pdf": 2, ".docx": 1, ".png": 1}) == (

@@ -76,6 +76,5 @@ def _cell(cell: Any, used: list[tuple[str, str]]) -> str:
 
 def _is_item(paragraph: Any) -> bool:
     """Return True for an item of a list."""
-    first = next(iter(paragraph), None)
-    is_first = first is not None and tag_of(first) == "pPr"
-    return is_first and any(tag_of(one) == "numPr" for one in first)
+    properties = [child for child in paragraph[:1] if tag_of(child) == "pPr"]
+    return any(tag_of(one) == "numPr" for child in properties for one in child)

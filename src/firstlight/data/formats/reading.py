@@ -108,11 +108,14 @@ def read_all(paths: Sequence[Path | None], *, progress: bool = False) -> list[st
             pool.shutdown()
             for process in processes:
                 process.close()
-    return _described(documents)
+    line = _described(documents)
+    # If nothing else can be read either, an error names the first file.
+    is_alone = len(documents) == len(paths) and line.startswith("read no")
+    return [line] if line and not is_alone else []
 
 
-def _described(paths: Sequence[Path]) -> list[str]:
-    """Return the message about documents that were read."""
+def _described(paths: Sequence[Path]) -> str:
+    """Return the message about documents that were read, or "" if there are none."""
     files: Counter[str] = Counter()
     parts: dict[str, Counter[str]] = {}
     problems = []
@@ -128,7 +131,7 @@ def _described(paths: Sequence[Path]) -> list[str]:
         if (last := _LAST_PART.match(summary["last"])) is not None:
             parts.setdefault(found.name, Counter())[last[1]] += int(last[2].replace(",", ""))
     if not files and not problems:
-        return []
+        return ""
     named = []
     for name, count in files.items():
         inner = ", ".join(counted(total, unit) for unit, total in parts.get(name, {}).items())
@@ -137,7 +140,7 @@ def _described(paths: Sequence[Path]) -> list[str]:
     if problems:
         more = "; ..." if len(problems) > _SHOWN else ""
         line += f"; left out {len(problems):,}: {'; '.join(problems[:_SHOWN])}{more}"
-    return [line]
+    return line
 
 
 def _cache_file(path: Path, suffix: str) -> Path:
