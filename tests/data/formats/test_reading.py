@@ -15,7 +15,7 @@ from firstlight.data.formats import reading
 from firstlight.data.formats.registry import FORMATS, Format
 from firstlight.data.records import read_documents
 from firstlight.data.sources import find_sources, listed, text_size, unread_files
-from firstlight.files.limits import LimitedProcess
+from firstlight.errors import InputError
 
 
 @pytest.fixture(autouse=True)
@@ -62,9 +62,9 @@ def test_only_changed_files_are_read_again(tmp_path: Path, monkeypatch: pytest.M
     calls: list[Path] = []
     read = reading._read
 
-    def counted(path: Path, process: LimitedProcess) -> Any:
+    def counted(path: Path, *arguments: Any) -> Any:
         calls.append(path)
-        return read(path, process)
+        return read(path, *arguments)
 
     monkeypatch.setattr(reading, "_read", counted)
     reading.read_all([first, second])
@@ -133,3 +133,41 @@ def test_missing_reader_is_named_once_with_the_count_of_files(
     assert listed({".pdf": 2, ".docx": 1, ".png": 1}) == (
         "2 .pdf, 1 .docx, 1 .png; pip install 'firstlight[documents]' reads 3 of them"
     )
+
+
+def test_incomplete_text_in_the_cache_is_read_again(tmp_path: Path, cache: Path) -> None:
+    path = notebook(tmp_path / "a.ipynb", "some text")
+    reading.read_all([path])
+    [stored] = cache.rglob("*.jsonl")
+    stored.write_text("")
+    assert list(reading.documents_in(path)) == [("", "some text", "")]
+
+
+def test_interrupted_file_is_not_remembered_as_unreadable(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cache: Path
+) -> None:
+    """An error about one file stops the readers of the others."""
+    (tmp_path / "slow_reader.py").write_text(
+        "import time\ndef read(path):\n    time.sleep(60)\n    yield '', 'text'\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setitem(FORMATS, ".slow", Format("slow", "slow_reader"))
+    monkeypatch.setattr(reading, "usable_cpus", lambda: 2)
+    (tmp_path / "b.slow").touch()
+    with pytest.raises(InputError, match=r"gone\.slow can't be read"):
+        read_then_fail(tmp_path, monkeypatch)
+    assert not list(cache.rglob("*.json"))
+
+
+def read_then_fail(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Read two files in parallel, the first of which is removed before it is read."""
+    paths = [folder / "gone.slow", folder / "b.slow"]
+    paths[0].touch()
+    read = reading._read
+
+    def removed(path: Path, *arguments: Any) -> Any:
+        paths[0].unlink(missing_ok=True)
+        return read(path, *arguments)
+
+    monkeypatch.setattr(reading, "_read", removed)
+    reading.read_all(paths)

@@ -14,9 +14,10 @@ import os
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from queue import SimpleQueue
+from threading import Event
 from typing import Any
 
 from rich.progress import TextColumn
@@ -26,7 +27,7 @@ from firstlight.data.formats import UnreadableDocument
 from firstlight.data.formats.registry import format_of
 from firstlight.data.opening import require_unpacked_size
 from firstlight.errors import InputError, describe_read_error, first_line
-from firstlight.files.atomic import read_json, storage_errors, write_json
+from firstlight.files.atomic import read_json, storage_errors
 from firstlight.files.cache import cache_folder
 from firstlight.files.limits import LimitedProcess, LimitExceededError
 from firstlight.hardware.environment import usable_cpus
@@ -91,21 +92,27 @@ def read_all(paths: Sequence[Path | None], *, progress: bool = False) -> list[st
         def read(path: Path) -> None:
             process = idle.get()
             try:
-                _read(path, process)
+                _read(path, process, stopped)
             finally:
                 idle.put(process)
 
+        stopped = Event()
         pool = ThreadPoolExecutor(workers)
+        futures = [pool.submit(read, path) for path in waiting]
         try:
             with progress_bar(TextColumn("{task.fields[done]}"), shown=progress) as bar:
                 task = bar.add_task("reading documents", total=len(waiting), done="")
-                for number, _ in enumerate(pool.map(read, waiting), start=1):
+                for number, future in enumerate(futures, start=1):
+                    future.result()
                     bar.update(task, advance=1, done=counted(number, "file"))
         finally:
+            stopped.set()
             pool.shutdown(wait=False, cancel_futures=True)
-            for process in processes:
-                process.interrupt()
-            pool.shutdown()
+            # A thread may be just starting a child, so interrupt the children until all threads end.
+            while running := [future for future in futures if not future.done()]:
+                for process in processes:
+                    process.interrupt()
+                wait(running, timeout=0.1)
             for process in processes:
                 process.close()
     line = _described(documents)
@@ -156,10 +163,15 @@ def _cache_file(path: Path, suffix: str) -> Path:
 
 def _cached(path: Path) -> dict[str, Any] | None:
     try:
-        summary = read_json(_cache_file(path, ".json"))
-    except InputError:
+        file = _cache_file(path, ".json")
+        summary = read_json(file)
+        # If the machine stopped while the cache was written, the text may be incomplete.
+        is_whole = file.with_suffix(".jsonl").stat().st_size == summary["stored"]
+    except FileNotFoundError:
+        is_whole = summary["documents"] == 0
+    except (InputError, KeyError, TypeError):
         return None
-    return summary if isinstance(summary, dict) else None
+    return summary if is_whole else None
 
 
 def _process(paths: Sequence[Path]) -> LimitedProcess:
@@ -169,12 +181,13 @@ def _process(paths: Sequence[Path]) -> LimitedProcess:
     return LimitedProcess(f"{__name__}:reader", (names,), memory=_MEMORY)
 
 
-def _read(path: Path, process: LimitedProcess) -> dict[str, Any]:
-    """Read a file in a child process, write its text to the cache, and return the summary."""
+def _read(path: Path, process: LimitedProcess, stopped: Event | None = None) -> dict[str, Any]:
+    """Read a file in a child process, write its text to the cache, and return the summary. If
+    `stopped` is set, the child was interrupted rather than stopped by a limit.
+    """
     found = format_of(path)
     assert found is not None
     texts = _cache_file(path, ".jsonl")
-    summary_file = texts.with_suffix(".json")
     partial = texts.with_name(f"{texts.name}.{os.getpid()}")
     seconds = _SECONDS + _SECONDS_PER_MB * path.stat().st_size // 1_000_000
     with storage_errors(texts):
@@ -182,12 +195,17 @@ def _read(path: Path, process: LimitedProcess) -> dict[str, Any]:
         try:
             summary = process.call([found.module, str(path), str(partial)], seconds=seconds)
             os.replace(partial, texts)
+            summary["stored"] = texts.stat().st_size
         except LimitExceededError as error:
+            if stopped is not None and stopped.is_set():
+                raise
             problem = f"reading it takes {error}: it may be damaged, so export it again"
-            summary = {"problem": problem, "documents": 0, "bytes": 0, "last": ""}
+            summary = {"problem": problem, "documents": 0, "bytes": 0, "last": "", "stored": 0}
         finally:
             partial.unlink(missing_ok=True)
-    write_json(summary_file, summary)
+        # Syncing the files in the cache would take longer than reading a short document.
+        partial.write_text(json.dumps(summary), encoding="utf-8")
+        os.replace(partial, texts.with_suffix(".json"))
     assert isinstance(summary, dict)
     return summary
 
