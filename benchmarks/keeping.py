@@ -101,8 +101,14 @@ def measure(options: KeepingBench, new: Path, row: Mapping[str, Any]) -> Mapping
     model = starting_model(start, read_config(config_folder(start)))
     is_lora = row["method"] == "lora"
     is_chat = new.suffix == ".jsonl"
-    young = model.is_young and not is_chat
-    chosen = finetuning_rate("adamw", model.hidden_size, {}, adapters=is_lora, young=young)
+    chosen = finetuning_rate(
+        "adamw",
+        model.hidden_size,
+        {},
+        adapters=is_lora,
+        young=model.is_young,
+        text=not is_chat,
+    )
     learning_rate = float(f"{row['rate'] * chosen:.3g}")
     done = train_texts(
         new,

@@ -352,12 +352,17 @@ def _optimizer_choices(facts: TuningFacts, fixed: Mapping[str, Any]) -> Iterator
     model, method = facts.model, facts.method
     name = str(fixed.get("optimizer.name", "adamw"))
     own = given_keys("optimizer", fixed)
-    is_text = facts.data.kind == "text"
-    young = is_text and model.is_young
-    rate = finetuning_rate(name, model.hidden_size, own, adapters=method.adapters, young=young)
+    rate = finetuning_rate(
+        name,
+        model.hidden_size,
+        own,
+        adapters=method.adapters,
+        young=model.is_young,
+        text=facts.data.kind == "text",
+    )
     trained = "adapters" if method.adapters else "all weights"
     reason = f"for {trained} at hidden size {model.hidden_size:,}; higher for smaller models"
-    if young:
+    if model.is_young:
         reason = f"for {trained} of a model that was trained on only {model.tokens:,} tokens"
     if facts.data.kind == "preference" and "learning_rate" not in own:
         rate = float(f"{defaults.PAIR_MULTIPLE * rate:.2g}")

@@ -270,18 +270,33 @@ NEW_MODEL_RATES: dict[str, dict[str, float]] = {
     "lion": {"learning_rate": 4e-4},
     "adafactor": {"learning_rate": 1e-2},
 }
+#: A model is young if it was trained on fewer than YOUNG_TOKENS tokens per parameter. Models that
+#: were trained for longer are more sensitive to high learning rates (Springer et al. 2025,
+#: "Overtrained Language Models Are Harder to Fine-Tune", arXiv:2503.19206). The young models that
+#: were measured had read 0.04 to 1.2 tokens per parameter, SmolLM2-135M and Gemma 3 270M more than
+#: 10,000. The limit itself was not measured.
+YOUNG_TOKENS = 20
 #: For fine-tuning all weights, TUNING_RATE is AdamW's learning rate for a hidden_size of
-#: TUNING_WIDTH. The rate is inversely proportional to the width (Yang et al. 2022). For a width of
-#: 64, 2e-3 was the best of 7e-4, 2e-3 and 5e-3.
-TUNING_RATE, TUNING_WIDTH = 5e-5, 2000
+#: TUNING_WIDTH, and YOUNG_TUNING_RATE the one of young models. They are inversely proportional to
+#: the width (Yang et al. 2022). With three times TUNING_RATE, Gemma 3 270M needed more bits for a
+#: new text, for new conversations and for the kept text than before training. For young models of
+#: width 64, 2e-3 was the best of 7e-4, 2e-3 and 5e-3.
+TUNING_RATE = 1.7e-5
+YOUNG_TUNING_RATE = 5e-5
+TUNING_WIDTH = 2000
+#: Learning rate of young models on plain text, for widths up to YOUNG_TEXT_WIDTH. For larger
+#: widths, it is inversely proportional to the width. It was measured with models of width 64, 192
+#: and 320 (docs/finetuning.md). Adapters use ADAPTER_TEXT_MULTIPLE times their usual rate.
+YOUNG_TEXT_RATE = 2.4e-3
+YOUNG_TEXT_WIDTH = 320
+ADAPTER_TEXT_MULTIPLE = 3.0
 #: Learning rate of each optimizer for fine-tuning, as a multiple of AdamW's learning rate. For
 #: Lion, the multiple is the same as for new models.
 TUNING_MULTIPLES = {"adamw": 1.0, "adamw8bit": 1.0, "paged_adamw8bit": 1.0, "lion": 0.2}
-#: For fine-tuning adapters with a hidden_size of TUNING_WIDTH, the learning rate is
-#: ADAPTER_MULTIPLE times TUNING_RATE. For other widths, it is proportional to width^-ADAPTER_POWER.
-#: This relation was fitted to Llama models with at least 1 billion parameters (Schulman et al.
-#: 2025, "LoRA Without Regret").
-ADAPTER_MULTIPLE, ADAPTER_POWER = 10.0, 0.781
+#: For fine-tuning adapters, ADAPTER_RATE is the learning rate for a hidden_size of TUNING_WIDTH.
+#: For other widths, it is proportional to width^-ADAPTER_POWER. This relation was fitted to Llama
+#: models with at least 1 billion parameters (Schulman et al. 2025, "LoRA Without Regret").
+ADAPTER_RATE, ADAPTER_POWER = 5e-4, 0.781
 
 
 def new_model_rates(
@@ -325,30 +340,24 @@ def new_model_rates(
     return {**rates, "tuned_width": width} if follows_width else rates
 
 
-#: A model is young if it was trained on fewer than YOUNG_TOKENS tokens per parameter. On plain
-#: text, it is trained with YOUNG_RATE, or YOUNG_MULTIPLE times the usual rate for adapters. The
-#: rate was measured with models of width 64, 192 and 320 that firstlight had trained on 0.04 to 1.2
-#: tokens per parameter (docs/finetuning.md). Models that were trained for longer are more
-#: sensitive (Springer et al. 2025, "Overtrained Language Models Are Harder to Fine-Tune",
-#: arXiv:2503.19206): with three times the usual rate, SmolLM2-135M, trained on 15,000 tokens per
-#: parameter, needed more bits for both texts. Ratios between these were not measured. For models
-#: wider than YOUNG_WIDTH, the widest that was measured, the rate is inversely proportional to the
-#: width.
-YOUNG_TOKENS = 20
-YOUNG_RATE, YOUNG_WIDTH, YOUNG_MULTIPLE = 3.2e-3, 320, 3.0
-
-
 def finetuning_rate(
-    name: str, hidden_size: int, given: Mapping[str, Any], *, adapters: bool, young: bool = False
+    name: str,
+    hidden_size: int,
+    given: Mapping[str, Any],
+    *,
+    adapters: bool,
+    young: bool = False,
+    text: bool = False,
 ) -> float:
-    """Return the learning rate for fine-tuning, which is higher for narrower models.
+    """Return the learning rate for fine-tuning, which is higher for narrower and for young models.
 
     Args:
         name: name of the optimizer.
         hidden_size: width of the model.
         given: values of the `optimizer` section that are set by the user.
         adapters: True to fine-tune adapters, False to fine-tune all weights.
-        young: True to train a model on plain text that was trained on few tokens before.
+        young: True for a model that was trained on few tokens (`YOUNG_TOKENS`).
+        text: True to train on plain text, False to train on conversations or preference pairs.
 
     Raises:
         ConfigError: no learning rate is known for the optimizer, and the user has not set one.
@@ -358,12 +367,12 @@ def finetuning_rate(
     _require_known(name, TUNING_MULTIPLES, given)
     ratio = TUNING_WIDTH / hidden_size
     if adapters:
-        rate = ADAPTER_MULTIPLE * TUNING_RATE * ratio**ADAPTER_POWER
-        rate *= YOUNG_MULTIPLE if young else 1.0
-    elif young:
-        rate = YOUNG_RATE * min(1.0, YOUNG_WIDTH / hidden_size)
+        rate = ADAPTER_RATE * ratio**ADAPTER_POWER
+        rate *= ADAPTER_TEXT_MULTIPLE if young and text else 1.0
+    elif young and text:
+        rate = YOUNG_TEXT_RATE * min(1.0, YOUNG_TEXT_WIDTH / hidden_size)
     else:
-        rate = TUNING_RATE * ratio
+        rate = (YOUNG_TUNING_RATE if young else TUNING_RATE) * ratio
     return float(f"{rate * TUNING_MULTIPLES[name]:.2g}")
 
 
