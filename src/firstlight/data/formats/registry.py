@@ -6,6 +6,12 @@ import importlib.util
 from pathlib import Path
 from typing import NamedTuple
 
+from firstlight.data.formats.chats import is_chats
+from firstlight.data.formats.mail import is_mail
+from firstlight.data.formats.wiki import is_dump
+from firstlight.data.kinds import HEAD_BYTES
+from firstlight.data.opening import head_of
+
 
 class Format(NamedTuple):
     """A format of documents.
@@ -28,6 +34,10 @@ class Format(NamedTuple):
 
 _ROOM = "firstlight.data.formats."
 _HTML = Format("web page", _ROOM + "html", ("lxml",))
+_MAIL = Format("mail", _ROOM + "mail")
+_CHATS = Format("chat export", _ROOM + "chats")
+_WIKI = Format("MediaWiki dump", _ROOM + "wiki", ("mwparserfromhell",))
+_ARCHIVE = Format("archive", _ROOM + "archives")
 _WORD = Format("Word document", _ROOM + "docx", ("lxml",))
 #: Formats by suffix, in lower case. The first suffix with which a file's name ends decides.
 FORMATS: dict[str, Format] = {
@@ -41,10 +51,31 @@ FORMATS: dict[str, Format] = {
     ".odt": Format("OpenDocument text", _ROOM + "odt", ("lxml",)),
     ".rtf": Format("RTF document", _ROOM + "rtf", ("striprtf",)),
     ".ipynb": Format("notebook", _ROOM + "notebook"),
+    ".eml": _MAIL,
+    ".mbox": _MAIL,
+    **{f".xml{ending}": _WIKI for ending in ("", ".gz", ".bz2", ".xz")},
+    **dict.fromkeys(".zip .tar .tgz .tbz2 .txz .tar.gz .tar.bz2 .tar.xz".split(), _ARCHIVE),
 }
 
 
 def format_of(path: Path) -> Format | None:
-    """Return the format of a file, or None if it is not in `FORMATS`."""
+    """Return the format of a file by its suffix or, for exports of chats, mails without a suffix
+    and MediaWiki dumps, by its first bytes. Return None for any other file.
+
+    Raises:
+        OSError, EOFError: the file can't be read.
+    """
     name = path.name.lower()
-    return next((one for suffix, one in FORMATS.items() if name.endswith(suffix)), None)
+    found = next((one for suffix, one in FORMATS.items() if name.endswith(suffix)), None)
+    if found is _WIKI:
+        return found if is_dump(head_of(path)) else None
+    if found is None and path.suffix.lower() in (".txt", ".json", ".csv"):
+        with path.open("rb") as file:
+            head = file.read(HEAD_BYTES)
+        if is_chats(head, path.suffix.lower()):
+            return _CHATS
+    if found is None and path.parent.name in ("cur", "new"):
+        # The names of the files in a Maildir folder end in flags, as in "1614592800.M1.host:2,S".
+        with path.open("rb") as file:
+            return _MAIL if is_mail(file.read(HEAD_BYTES)) else None
+    return found
