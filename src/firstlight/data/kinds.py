@@ -49,6 +49,10 @@ class FileKind(NamedTuple):
         is not 1, the advice is phrased for this number of files, and `path` is a placeholder for
         their names.
         """
+        if self.remedy == _BY_READER and not path.name.lower().endswith(
+            tuple(self.endings.split())
+        ):
+            return f"rename it to end in {self.endings.split()[0]}"
         stem = path.with_name(re.sub(r"(?<=.)(\.tar)?\.[^.]+$", "", path.name))
         text = stem.with_name(f"{stem.name}.txt")
         # The command must not overwrite the file that it reads.
@@ -64,11 +68,12 @@ class FileKind(NamedTuple):
 
 
 _TEXT_BY = "extract its text with "
-_PANDOC = f"{_TEXT_BY}pandoc -f %s {{file}} -t plain -o {{text}}"
+#: Advice for formats whose reader (see `formats.registry`) is not installed.
+_BY_READER = "install its reader with pip install 'firstlight[documents]'"
 _SHEET = (
     "save it as CSV in a spreadsheet program, and give the name of its text column with --text-key"
 )
-_SLIDES = "save it as PDF, and extract the text from the PDF with pdftotext"
+_SLIDES = "save it as PDF, and use that file"
 _UNPACKED_BY = "unpack it with %s, and use that folder"
 COMPRESSED, _PIPED_BY = "a compressed file", "unpack it with %s -dc < {file} > {text}"
 #: Templates of patterns for the first bytes of two kinds of ZIP files: an OpenDocument file of a
@@ -76,23 +81,23 @@ COMPRESSED, _PIPED_BY = "a compressed file", "unpack it with %s -dc < {file} > {
 _OPEN_DOCUMENT = rb"PK\x03\x04.*mimetypeapplication/vnd\.oasis\.opendocument\."
 _FOLDER = rb"(?=PK\x03\x04).*PK\x03\x04.{26}"
 
-_PDF = FileKind("a PDF document", f"{_TEXT_BY}pdftotext {{file}} {{text}}", ".pdf", rb"%PDF-")
+_PDF = FileKind("a PDF document", _BY_READER, ".pdf", rb"%PDF-")
 _BINARY = FileKind("a binary file", "exclude it")
 #: File type for text whose suffix does not belong to any other type.
 OTHER_TEXT = FileKind("text", "")
 #: File types. The first type whose pattern matches is used.
 _KINDS = (
     _PDF,
-    FileKind("a notebook", f"{_TEXT_BY}jupyter nbconvert --to markdown {{file}}", ".ipynb"),
-    FileKind("an e-book", _PANDOC % "epub", ".epub", rb"PK\x03\x04.*mimetypeapplication/epub"),
-    FileKind("an OpenDocument text", _PANDOC % "odt", ".odt", _OPEN_DOCUMENT + b"text"),
+    FileKind("a notebook", _BY_READER, ".ipynb"),
+    FileKind("an e-book", _BY_READER, ".epub", rb"PK\x03\x04.*mimetypeapplication/epub"),
+    FileKind("an OpenDocument text", _BY_READER, ".odt", _OPEN_DOCUMENT + b"text"),
     FileKind("a spreadsheet", _SHEET, ".ods", _OPEN_DOCUMENT + b"spreadsheet"),
     FileKind("a presentation", _SLIDES, ".odp", _OPEN_DOCUMENT + b"presentation"),
-    FileKind("a Word document", _PANDOC % "docx", ".docx .docm", _FOLDER + b"word/"),
+    FileKind("a Word document", _BY_READER, ".docx .docm", _FOLDER + b"word/"),
     FileKind("a spreadsheet", _SHEET, ".xlsx .xls .xlsm", _FOLDER + b"xl/"),
     FileKind("a presentation", _SLIDES, ".pptx .ppt", _FOLDER + b"ppt/"),
-    FileKind("a web page", _PANDOC % "html", ".html .htm .xhtml"),
-    FileKind("a document in rich text format", _PANDOC % "rtf", ".rtf"),
+    FileKind("a web page", _BY_READER, ".html .htm .xhtml"),
+    FileKind("a document in rich text format", _BY_READER, ".rtf"),
     FileKind(
         "a document in an older Office format",
         f"{_TEXT_BY}soffice --headless --convert-to txt {{file}}",

@@ -38,6 +38,7 @@ from firstlight.data.encoding import (
     encode_in_order,
     ray_encoder,
 )
+from firstlight.data.formats.reading import read_all
 from firstlight.data.opening import compress
 from firstlight.data.records import (
     REASONS,
@@ -185,6 +186,9 @@ def prepare(
             max_tokens=max_tokens,
         )
         sources = without(sources, held_out)
+        lines = read_all([one.path for one in [*held_out, *sources]], progress=progress)
+        for line in lines if names else ():
+            say(line)
         marks = {source: mark_of(source) for source in [*sources, *held_out]}
         if expected_bytes is None and not (max_documents or max_tokens):
             expected_bytes = text_bytes([*sources, *held_out])

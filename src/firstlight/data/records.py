@@ -38,6 +38,8 @@ from firstlight.data.conversations import (
     transcript_field,
     transcript_of,
 )
+from firstlight.data.formats.reading import documents_in
+from firstlight.data.formats.registry import format_of
 from firstlight.data.kinds import (
     HEAD_BYTES,
     MESSAGE_FIELDS,
@@ -112,6 +114,7 @@ REASONS = {
     "broken_json": "not a valid JSON line",
     "no_text": "no text in the text field",
     "empty": "empty or only whitespace",
+    "unreadable": "a document that can't be read",
     "too_long": "larger than the limit for a document",
     "duplicate": "a duplicate of an earlier document",
 }
@@ -128,6 +131,7 @@ class Record(NamedTuple):  # four times as fast to create as a frozen dataclass
         error: the reason why the record can't be read, or None.
         is_line: True if `line` is a line number, False if it is the number of a record.
         changes: names of the changes that were made while the text was cleaned (see `cleaning`).
+        within: place in a document that is not plain text, such as "chapter 3".
     """
 
     origin: str
@@ -136,10 +140,13 @@ class Record(NamedTuple):  # four times as fast to create as a frozen dataclass
     error: BadRecordError | None = None
     is_line: bool = True
     changes: tuple[str, ...] = ()
+    within: str | None = None
 
     @property
     def place(self) -> str:
-        """File and line (or record number), for messages."""
+        """File and line (or record number, or place in a document), for messages."""
+        if self.within is not None:
+            return ", ".join(part for part in (self.origin, self.within) if part)
         return f"{self.origin}:{self.line}" if self.is_line else f"{self.origin} record {self.line}"
 
 
@@ -309,6 +316,9 @@ def _records_of(source: DataSource, text_key: str | None) -> Generator[Record, N
                 value = found if text_key is not None else _filled(found)
                 yield Record(name, line, None if error else value, error, is_line=False)
             return
+        if text_key is not None and format_of(path) is not None:
+            yield from _parts_of(path, name, text_key)
+            return
         with open_compressed(path) as file:
             if ending.endswith(LINES_SUFFIXES):
                 yield from _read_lines(file, path, name, text_key)
@@ -326,6 +336,14 @@ def _records_of(source: DataSource, text_key: str | None) -> Generator[Record, N
         raise InputError(f"{name} can't be read: {describe_read_error(error)}") from error
     except EOFError as error:
         raise InputError(f"{name} is damaged: {error}: {_REPLACE}") from error
+
+
+def _parts_of(path: Path, name: str, text_key: str) -> Iterator[Record]:
+    """Yield the parts of a document that is not plain text, such as its chapters."""
+    for number, (place, text, problem) in enumerate(documents_in(path), start=1):
+        error = BadRecordError("unreadable", problem) if problem else None
+        value = None if error else {text_key: text}
+        yield Record(name, number, value, error, is_line=False, within=place)
 
 
 def _filled(value: Any) -> Any:

@@ -18,6 +18,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from urllib.parse import urlsplit, urlunsplit
 
+from firstlight.data.formats.reading import text_bytes_in
+from firstlight.data.formats.registry import FORMATS, format_of
 from firstlight.data.kinds import (
     COMPRESSED,
     OTHER_TEXT,
@@ -59,7 +61,7 @@ SUFFIXES = (*compressed(*TEXT_SUFFIXES), *_MANY_DOCUMENTS)
 #: records (`_RECORD_KINDS`).
 READ_KINDS = (
     "plain text and code with any suffix or none, .jsonl, .ndjson, .csv, .tsv (all may be "
-    "compressed as .gz, .bz2, .xz or .zst) and .parquet"
+    f"compressed as .gz, .bz2, .xz or .zst), .parquet, and documents ({', '.join(FORMATS)})"
 )
 _RECORD_KINDS = (
     ".jsonl, .ndjson, .json, .csv, .tsv (all may be compressed as .gz, .bz2, .xz or .zst), "
@@ -424,7 +426,7 @@ def _ending(name: str) -> str:
 def listed(unread: Mapping[str, int]) -> str:
     """Return a description of unread files, such as "7 .pdf, 2 without a suffix". If a command can
     convert files of a type to text, the type is followed by this command. Only the first few
-    commands are included.
+    commands are included. One command that installs missing readers of documents follows.
 
     Args:
         unread: number of files of each type, as returned by `by_ending`.
@@ -434,10 +436,12 @@ def listed(unread: Mapping[str, int]) -> str:
         kind = kind_by_ending(end)
         if kind is not None and "{text}" in kind.remedy and len(ways) < _SHOWN_WAYS:
             ways.setdefault(kind, end)
+    waiting = sum(count for end, count in unread.items() if end in FORMATS)
+    reader = f"; pip install 'firstlight[documents]' reads {waiting:,} of them" if waiting else ""
     advice = {
         end: f" ({kind.advice(Path(f'FILE{end}'), unread[end])})" for kind, end in ways.items()
     }
-    return _counted(unread, advice)
+    return _counted(unread, advice) + reader
 
 
 def _counted(counts: Mapping[str, int], advice: Mapping[str, str]) -> str:
@@ -459,6 +463,8 @@ def _is_read(path: Path, suffixes: tuple[str, ...]) -> bool:
     name = path.name.lower()
     if name.endswith(suffixes):
         return True
+    if (found := format_of(path)) is not None:
+        return suffixes == SUFFIXES and found.is_installed
     try:
         return suffixes == SUFFIXES and _file_kind(path) is OTHER_TEXT
     except OSError:
@@ -556,7 +562,9 @@ def _standard_library() -> list[DataSource]:
 
 def holds_one_document(source: DataSource) -> bool:
     """Return True if a source is a text file, which is read as a single document."""
-    return source.path is not None and not source.name.lower().endswith(_MANY_DOCUMENTS)
+    if source.path is None or format_of(source.path) is not None:
+        return False
+    return not source.name.lower().endswith(_MANY_DOCUMENTS)
 
 
 def without(sources: Sequence[DataSource], others: Sequence[DataSource]) -> list[DataSource]:
@@ -618,6 +626,8 @@ def limited_sources(
 
 def text_size(source: DataSource) -> float:
     """Estimate the size of the text in a file in bytes; 0 for a dataset."""
+    if source.path is not None and format_of(source.path) is not None:
+        return text_bytes_in(source.path)
     packed = (*COMPRESSIONS[1:], ".parquet")
     return source.size * (_UNPACKED if source.name.lower().endswith(packed) else 1.0)
 

@@ -153,6 +153,11 @@ class LimitedProcess:
                 self._finalizer()
                 self._process = None
 
+    def interrupt(self) -> None:
+        """End the child from another thread. The call in progress raises LimitExceededError."""
+        if (process := self._process) is not None:
+            process.kill()
+
     def _exchange(self, request: Any, seconds: float) -> Any:
         try:
             # Do not escape non-ASCII characters, because each escape would take six bytes.

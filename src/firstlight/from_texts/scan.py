@@ -19,6 +19,7 @@ from rich.progress import TextColumn
 
 from firstlight.console import counted, human_bytes, progress_bar
 from firstlight.data.cleaning import ChangeCounts, change_lines, is_separator
+from firstlight.data.formats.reading import read_all
 from firstlight.data.kinds import start_from
 from firstlight.data.opening import compress
 from firstlight.data.records import (
@@ -658,6 +659,8 @@ def scan_texts(
         tell(note)
     # The check runs after the first message, because it imports torch, which takes several seconds.
     check(request)
+    for line in read_all([one.path for one in [*val_sources, *sources]], progress=progress):
+        tell(line)
     scan = scan_corpus(sources, request.text_key, val_sources=val_sources, progress=progress)
     for line in described(scan):
         tell(line)

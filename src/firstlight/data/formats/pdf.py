@@ -1,0 +1,241 @@
+"""PDF documents: one text for each file, with its pages joined.
+
+PDFium finds the characters in reading order. This module joins lines to paragraphs by their
+positions, joins words that a line's end divides, and leaves out the headers, footers and page
+numbers that repeat.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import re
+import unicodedata
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pypdfium2
+import pypdfium2.raw as pdfium
+
+from firstlight.data.formats import UnreadableDocument
+
+#: PDFium's mark for a hyphen that divides a word at the end of a line.
+_HYPHEN = "\x02"
+#: Every n-th character is checked for a missing entry in its font's map; maximum share of these.
+_CHECKED, _MOST_UNMAPPED = 8, 0.1
+#: Number of lines at the top and at the bottom of a page that may be headers and footers.
+_MARGIN_LINES = 2
+_SENTENCE_ENDS = (".", "!", "?", ":", "。", "！", "？", "؟", "”", '"')
+
+
+class _Line(NamedTuple):
+    """A line of text, and its box in points: the beginning and the end of the line, its bottom and
+    its top. For text from right to left, the signs of the first two are reversed."""
+
+    text: str
+    begin: float
+    end: float
+    bottom: float
+    top: float
+
+    @property
+    def height(self) -> float:
+        return max(self.top - self.bottom, 1.0)
+
+
+def read(path: Path) -> Iterator[tuple[str, str]]:
+    """Yield ("pages 1 to N", text) of a PDF. The place also states how many headers, footers and
+    page numbers were left out.
+
+    Raises:
+        UnreadableDocument: the file is damaged, encrypted or scanned, or its fonts do not state
+            which letters they draw.
+    """
+    try:
+        document = pypdfium2.PdfDocument(path)
+    except pypdfium2.PdfiumError as error:
+        if "password" in str(error).lower():
+            raise UnreadableDocument(
+                "it is encrypted: remove its password with "
+                "qpdf --decrypt --password=PASSWORD IN OUT"
+            ) from error
+        raise UnreadableDocument(f"it is damaged ({error}): replace it") from error
+    pages: list[list[_Line]] = []
+    checked = unmapped = 0
+    for number in range(len(document)):
+        try:
+            page = document[number]
+        except pypdfium2.PdfiumError:  # A damaged page.
+            pages.append([])
+            continue
+        text_page = page.get_textpage()
+        pages.append(_lines(text_page))
+        count = text_page.count_chars()
+        for index in range(0, count, _CHECKED):
+            checked += 1
+            unmapped += pdfium.FPDFText_HasUnicodeMapError(text_page, index) == 1
+        text_page.close()
+        page.close()
+    text = "".join(line.text for lines in pages for line in lines)
+    strange = sum(unicodedata.category(c) in ("Co", "Cn", "Cs") or c == "\ufffd" for c in text)
+    if not text.strip():
+        raise UnreadableDocument(
+            "its pages are images without text: recognise it with ocrmypdf IN OUT"
+        )
+    if unmapped > _MOST_UNMAPPED * checked or strange > _MOST_UNMAPPED * len(text):
+        raise UnreadableDocument(
+            "its fonts do not state which letters they draw: export it again, or recognise its "
+            "text with ocrmypdf --force-ocr IN OUT"
+        )
+    kept, left_out = _without_margins(pages)
+    place = f"pages 1 to {len(pages):,}" if len(pages) > 1 else "page 1"
+    if left_out:
+        place += f", without {left_out:,} headers, footers and page numbers"
+    yield place, _joined(kept)
+
+
+def _lines(page: Any) -> list[_Line]:
+    count = page.count_chars()
+    text = page.get_text_range() if count else ""
+    if len(text) != count:
+        # Characters outside of the basic plane take two units, so positions would be shifted.
+        codes = (pdfium.FPDFText_GetUnicode(page, index) for index in range(count))
+        text = "".join(chr(code) if code and not 0xD800 <= code < 0xE000 else " " for code in codes)
+    rtl = sum(unicodedata.bidirectional(c) in ("R", "AL") for c in text) > len(text) / 4
+    found: list[_Line] = []
+    box = pdfium.FS_RECTF()
+    for match in re.finditer(r"[^\r\n\ufffe\x02]+[\ufffe\x02]?", text):
+        content = match[0].replace("\ufffe", _HYPHEN)
+        indices = [i for i in range(match.start(), match.end()) if not text[i].isspace()]
+        if not indices:
+            continue
+        boxes = []
+        for index in (indices[0], indices[len(indices) // 2], indices[-1]):
+            pdfium.FPDFText_GetLooseCharBox(page, index, ctypes.byref(box))
+            boxes.append((box.left, box.right, box.bottom, box.top))
+        begin, end = min(b[0] for b in boxes), max(b[1] for b in boxes)
+        if rtl:
+            begin, end = -end, -begin
+        _, _, bottom, top = sorted(boxes, key=lambda b: b[3] - b[2])[1]
+        line = _Line(content.strip(), begin, end, bottom, top)
+        if found and _is_same(found[-1], line):
+            last = found.pop()
+            gap = line.begin - last.end
+            between = " " if gap > 0.12 * last.height else ""
+            line = _Line(
+                last.text + between + line.text,
+                last.begin,
+                max(last.end, line.end),
+                *((last.bottom, last.top) if last.height >= line.height else (bottom, top)),
+            )
+        found.append(line)
+    return found
+
+
+def _is_same(last: _Line, line: _Line) -> bool:
+    """Return True if two pieces of text are in the same line of the same column."""
+    overlap = min(last.top, line.top) - max(last.bottom, line.bottom)
+    lower = min(last.height, line.height)
+    gap = line.begin - last.end
+    return overlap > 0.5 * lower and -0.5 * lower < gap < 2 * lower
+
+
+def _without_margins(pages: Sequence[list[_Line]]) -> tuple[list[list[_Line]], int]:
+    """Leave out headers, footers and page numbers: lines at the top or the bottom of pages that
+    have the same text but for numbers, at the same height. Return the pages and the number of lines
+    that were left out."""
+    keys: Counter[tuple[str, int]] = Counter()
+    margins = []
+    for lines in pages:
+        order = sorted(range(len(lines)), key=lambda index: -lines[index].top)
+        found = {}
+        for index in {*order[:_MARGIN_LINES], *order[-_MARGIN_LINES:]}:
+            key = re.sub(r"\d+|\b[ivxlc]+\b", "#", lines[index].text)
+            found[index] = (key, round(lines[index].bottom / 4))
+        margins.append(found)
+        keys.update(set(found.values()))
+    least = 2 if len(pages) < 4 else 3
+    kept = [
+        [
+            line
+            for index, line in enumerate(lines)
+            if index not in found or keys[found[index]] < least
+        ]
+        for lines, found in zip(pages, margins, strict=True)
+    ]
+    return kept, sum(map(len, pages)) - sum(map(len, kept))
+
+
+def _joined(pages: Sequence[list[_Line]]) -> str:
+    """Join lines to paragraphs, and words that are divided."""
+    words = Counter(
+        word for lines in pages for line in lines for word in re.findall(r"[\w-]+", line.text)
+    )
+    parts: list[str] = []
+    last: _Line | None = None
+    right = pitch = 0.0
+    for lines in pages:
+        pairs = itertools.pairwise(lines)
+        gaps = sorted(a.bottom - b.top for a, b in pairs if a.top > b.top)
+        pitch = gaps[len(gaps) // 2] if gaps else 0.0
+        for line in lines:
+            if last is not None:
+                between = _between(last, line, right, pitch)
+                _append(parts, line.text, between, words)
+            else:
+                parts.append(line.text)
+            ends = sorted(one.end for one in lines if abs(one.begin - line.begin) < 2 * line.height)
+            right = ends[int(0.9 * (len(ends) - 1))]
+            last = line
+    return "".join(parts).replace(_HYPHEN, "-")
+
+
+def _between(last: _Line, line: _Line, right: float, pitch: float) -> str:
+    """Return the text between two lines: a space, a line end or a blank line.
+
+    Args:
+        last, line: the lines.
+        right: end of the lines in the column of `last`.
+        pitch: usual distance between two lines.
+    """
+    if last.text.endswith(_HYPHEN):
+        return " "
+    is_ended = last.text.endswith(_SENTENCE_ENDS)
+    first_word = len(line.text.split()[0]) / len(line.text) * (line.end - line.begin)
+    is_short = right - last.end > first_word + 0.5 * last.height
+    if line.top > last.top:  # The line is in the next column or on the next page.
+        return " " if not is_ended and not is_short and line.text[:1].islower() else "\n\n"
+    gap = last.bottom - line.top
+    if gap > pitch + 0.35 * line.height or abs(line.height - last.height) > 0.15 * last.height:
+        return "\n\n"
+    is_indented = line.begin > last.begin + 0.8 * line.height
+    if is_ended and is_indented:
+        return "\n\n"
+    return "\n" if is_short else " "
+
+
+def _append(parts: list[str], text: str, between: str, words: Counter[str]) -> None:
+    """Append a line to the text."""
+    last = parts[-1]
+    if between == " " and last.endswith((_HYPHEN, "-", "\u00ad")) and text[:1].isalpha():
+        before = re.findall(r"[\w-]*$", last[:-1])[0]
+        after = re.findall(r"^[\w-]*", text)[0]
+        is_divided = text[0].islower() and before[-1:].isalpha()
+        # A hyphen belongs to the word if the text has the word with it elsewhere.
+        is_divided &= words[f"{before}-{after}"] <= words[before + after]
+        parts[-1] = last[:-1] + ("" if is_divided else "-")
+        parts.append(text)
+        return
+    is_wide = between == " " and _is_wide(last[-1:]) and _is_wide(text[:1])
+    parts += ["" if is_wide else between, text]
+
+
+def _is_wide(character: str) -> bool:
+    """Return True for a character of a script that is written without spaces."""
+    return (
+        character != ""
+        and unicodedata.east_asian_width(character) in "WF"
+        and not ("\uac00" <= character <= "\ud7a3")
+    )

@@ -1,0 +1,224 @@
+"""Read documents that are not plain text in child processes with limits, and cache their text.
+
+The text of a file is stored in the cache folder (`files/cache.py`) until the file or the version of
+the readers changes. It consists of two files: the documents, one JSON list per line, and a summary,
+which is written last.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import json
+import os
+import re
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any
+
+from rich.progress import TextColumn
+
+from firstlight.console import counted, progress_bar
+from firstlight.data.formats import UnreadableDocument
+from firstlight.data.formats.registry import format_of
+from firstlight.data.opening import require_unpacked_size
+from firstlight.errors import InputError, describe_read_error, first_line
+from firstlight.files.atomic import read_json, storage_errors, write_json
+from firstlight.files.cache import cache_folder
+from firstlight.files.limits import LimitedProcess, LimitExceededError
+from firstlight.hardware.environment import usable_cpus
+
+#: Version of the readers. It is increased when any of them returns different text.
+_VERSION = 1
+#: Limits for a file: memory in bytes, CPU time in seconds, and CPU time for each further MB.
+_MEMORY, _SECONDS, _SECONDS_PER_MB = 300_000_000, 2.0, 4.0
+#: Maximum number of files left out that a message names.
+_SHOWN = 3
+#: Numbers the parts of a document, in the place of its last part: "pages 1 to 12", "chapter 3".
+_LAST_PART = re.compile(r"\A(page|chapter|message)s?(?: 1 to)? ([\d,]+)")
+
+
+def documents_in(path: Path) -> Iterator[tuple[str, str, str]]:
+    """Yield (place, text, problem) of each document in a file. If the problem is not "", there is
+    no text, and the problem is the reason.
+
+    Raises:
+        InputError: the file can't be read.
+        StorageError: the cache can't be written.
+    """
+    summary = _cached(path)
+    if summary is None:
+        summary = _read(path, _process([path]))
+    if summary["documents"]:
+        with open(_cache_file(path, ".jsonl"), encoding="utf-8") as file:
+            for line in file:
+                place, text = json.loads(line)
+                yield ("", "", place) if not text else (place, text, "")
+    if summary["problem"]:
+        yield "", "", summary["problem"]
+
+
+def text_bytes_in(path: Path) -> int:
+    """Return the size of a file's text in bytes, or the size of the file if it was not read yet."""
+    summary = _cached(path)
+    return path.stat().st_size if summary is None else int(summary["bytes"])
+
+
+def read_all(paths: Sequence[Path | None], *, progress: bool = False) -> list[str]:
+    """Read the documents that are not plain text among the files, in several processes, and store
+    their text in the cache. Return a message that counts them, or no message if there are none.
+
+    Args:
+        paths: the files. None stands for a dataset.
+        progress: True to show a progress bar on stderr.
+
+    Raises:
+        InputError: a file can't be read.
+        StorageError: the cache can't be written.
+    """
+    documents = [path for path in paths if path is not None and format_of(path) is not None]
+    waiting = [path for path in dict.fromkeys(documents) if _cached(path) is None]
+    if waiting:
+        workers = min(usable_cpus(), len(waiting))
+        processes = [_process(waiting) for _ in range(workers)]
+        idle: SimpleQueue[LimitedProcess] = SimpleQueue()
+        for process in processes:
+            idle.put(process)
+
+        def read(path: Path) -> None:
+            process = idle.get()
+            try:
+                _read(path, process)
+            finally:
+                idle.put(process)
+
+        pool = ThreadPoolExecutor(workers)
+        try:
+            with progress_bar(TextColumn("{task.fields[done]}"), shown=progress) as bar:
+                task = bar.add_task("reading documents", total=len(waiting), done="")
+                for number, _ in enumerate(pool.map(read, waiting), start=1):
+                    bar.update(task, advance=1, done=counted(number, "file"))
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+            for process in processes:
+                process.interrupt()
+            pool.shutdown()
+            for process in processes:
+                process.close()
+    return _described(documents)
+
+
+def _described(paths: Sequence[Path]) -> list[str]:
+    """Return the message about documents that were read."""
+    files: Counter[str] = Counter()
+    parts: dict[str, Counter[str]] = {}
+    problems = []
+    for path in paths:
+        found, summary = format_of(path), _cached(path)
+        if found is None or summary is None:  # The file was changed since it was read.
+            continue
+        if summary["problem"]:
+            problems.append(f"{path}: {summary['problem']}")
+        if not summary["documents"]:
+            continue
+        files[found.name] += 1
+        if (last := _LAST_PART.match(summary["last"])) is not None:
+            parts.setdefault(found.name, Counter())[last[1]] += int(last[2].replace(",", ""))
+    if not files and not problems:
+        return []
+    named = []
+    for name, count in files.items():
+        inner = ", ".join(counted(total, unit) for unit, total in parts.get(name, {}).items())
+        named.append(counted(count, name) + (f" ({inner})" if inner else ""))
+    line = f"read {', '.join(named) or 'no documents'}"
+    if problems:
+        more = "; ..." if len(problems) > _SHOWN else ""
+        line += f"; left out {len(problems):,}: {'; '.join(problems[:_SHOWN])}{more}"
+    return [line]
+
+
+def _cache_file(path: Path, suffix: str) -> Path:
+    try:
+        found = path.stat()
+    except OSError as error:
+        raise InputError(f"{path} can't be read: {describe_read_error(error)}") from error
+    # Programs can set the mtime, but not the ctime.
+    mark = (str(path.resolve()), found.st_ino, found.st_size, found.st_ctime_ns, _VERSION)
+    key = hashlib.blake2b(repr(mark).encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
+    return cache_folder() / "documents" / key[:2] / (key + suffix)
+
+
+def _cached(path: Path) -> dict[str, Any] | None:
+    try:
+        summary = read_json(_cache_file(path, ".json"))
+    except InputError:
+        return None
+    return summary if isinstance(summary, dict) else None
+
+
+def _process(paths: Sequence[Path]) -> LimitedProcess:
+    """Create a process that reads files of the same formats as `paths`."""
+    formats = {format_of(path): None for path in paths}
+    names = [module for one in formats if one for module in (*one.packages, one.module)]
+    return LimitedProcess(f"{__name__}:reader", (names,), memory=_MEMORY)
+
+
+def _read(path: Path, process: LimitedProcess) -> dict[str, Any]:
+    """Read a file in a child process, write its text to the cache, and return the summary."""
+    found = format_of(path)
+    assert found is not None
+    texts = _cache_file(path, ".jsonl")
+    summary_file = texts.with_suffix(".json")
+    partial = texts.with_name(f"{texts.name}.{os.getpid()}")
+    seconds = _SECONDS + _SECONDS_PER_MB * path.stat().st_size / 1e6
+    with storage_errors(texts):
+        texts.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            summary = process.call([found.module, str(path), str(partial)], seconds=seconds)
+            os.replace(partial, texts)
+        except LimitExceededError as error:
+            problem = f"reading it takes {error}: it may be damaged, so export it again"
+            summary = {"problem": problem, "documents": 0, "bytes": 0, "last": ""}
+        finally:
+            partial.unlink(missing_ok=True)
+    write_json(summary_file, summary)
+    assert isinstance(summary, dict)
+    return summary
+
+
+# In the child
+
+
+def reader(modules: Sequence[str]) -> Any:
+    """Import modules before the memory of the process is limited, and return the function that
+    reads a file."""
+    for module in modules:
+        importlib.import_module(module)
+    return _write_documents
+
+
+def _write_documents(request: tuple[str, str, str]) -> dict[str, Any]:
+    module, name, out = request
+    path = Path(name)
+    documents = size = 0
+    problem = last = ""
+    with open(out, "w", encoding="utf-8") as file:
+        try:
+            for place, text in importlib.import_module(module).read(path):
+                text = text.encode("utf-8", "replace").decode("utf-8").replace("\x00", "")
+                documents += 1
+                size += len(text.encode("utf-8"))
+                last = place if text else last
+                require_unpacked_size(path, size)
+                file.write(json.dumps([place, text], ensure_ascii=False) + "\n")
+        except MemoryError:
+            raise
+        except UnreadableDocument as error:
+            problem = str(error)
+        # Libraries raise many kinds of errors for damaged files.
+        except Exception as error:  # noqa: BLE001
+            problem = f"it is damaged ({first_line(error)}): replace it"
+    return {"problem": problem, "documents": documents, "bytes": size, "last": last}
