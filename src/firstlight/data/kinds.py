@@ -176,9 +176,7 @@ _EXPORTS = (
         rb'|"about":\s*"Here is the data you requested',
         FileKind(
             "a chat export from Telegram",
-            """convert each chat to one text with jq -c '[.. | .messages? | arrays][] | {{text: """
-            """[.[] | [.text | arrays[], strings | .text? // .] | add | strings | """
-            """select(. != "")] | join("\\n")}}' {file} > {lines}, and use that file as input""",
+            "none of its senders is an assistant: train on it as text, without records beside it",
         ),
     ),
     (

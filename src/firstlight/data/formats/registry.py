@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 from pathlib import Path
 from typing import NamedTuple
@@ -39,6 +40,8 @@ _CHATS = Format("chat export", _ROOM + "chats")
 _WIKI = Format("MediaWiki dump", _ROOM + "wiki", ("mwparserfromhell",))
 _ARCHIVE = Format("archive", _ROOM + "archives")
 _WORD = Format("Word document", _ROOM + "docx", ("lxml",))
+#: Suffixes of files that may be an export of chats.
+_EXPORT_SUFFIXES = (".txt", ".json", ".csv")
 #: Formats by suffix, in lower case. The first suffix with which a file's name ends decides.
 FORMATS: dict[str, Format] = {
     ".pdf": Format("PDF", _ROOM + "pdf", ("pypdfium2",)),
@@ -67,15 +70,27 @@ def format_of(path: Path) -> Format | None:
     """
     name = path.name.lower()
     found = next((one for suffix, one in FORMATS.items() if name.endswith(suffix)), None)
+    is_listed = path.parent.name in ("cur", "new")
+    if found is not _WIKI and (found or not (name.endswith(_EXPORT_SUFFIXES) or is_listed)):
+        return found
+    # Callers ask once for each document in a file.
+    return _format_of_content(path, found, path.stat().st_mtime_ns)
+
+
+@functools.lru_cache(maxsize=1024)
+def _format_of_content(path: Path, found: Format | None, changed_ns: int) -> Format | None:
+    """Return the format of a file by its first bytes.
+
+    Args:
+        path: the file.
+        found: its format by the suffix.
+        changed_ns: time of the file's last change, so that a changed file is read again.
+    """
     if found is _WIKI:
         return found if is_dump(head_of(path)) else None
-    if found is None and path.suffix.lower() in (".txt", ".json", ".csv"):
-        with path.open("rb") as file:
-            head = file.read(HEAD_BYTES)
-        if is_chats(head, path.suffix.lower()):
-            return _CHATS
-    if found is None and path.parent.name in ("cur", "new"):
-        # The names of the files in a Maildir folder end in flags, as in "1614592800.M1.host:2,S".
-        with path.open("rb") as file:
-            return _MAIL if is_mail(file.read(HEAD_BYTES)) else None
-    return found
+    with path.open("rb") as file:
+        head = file.read(HEAD_BYTES)
+    if (suffix := path.suffix.lower()) in _EXPORT_SUFFIXES and is_chats(head, suffix):
+        return _CHATS
+    # The names of the files in a Maildir folder end in flags, as in "1614592800.M1.host:2,S".
+    return _MAIL if path.parent.name in ("cur", "new") and is_mail(head) else None
