@@ -38,7 +38,7 @@ from firstlight.data.conversations import (
     transcript_field,
     transcript_of,
 )
-from firstlight.data.formats.chats import conversations
+from firstlight.data.formats.chats import conversations, is_with_assistant
 from firstlight.data.formats.reading import documents_in
 from firstlight.data.formats.registry import format_of
 from firstlight.data.kinds import (
@@ -377,6 +377,8 @@ def kind_of_records(
             if len(head) == _JSON_HEAD_BYTES:
                 if exported_chats(head[:HEAD_BYTES]) is not None:
                     return None
+                if is_with_assistant(head[:HEAD_BYTES]):
+                    return "chat"
                 values = _first_values(head.decode(encoding_of(head, path), "ignore"))
                 return _kind_of(values, text_key)
         with closing(read_records([source])) as records:
@@ -857,9 +859,7 @@ def _read_list(file: IO[bytes], path: Path, origin: str) -> Iterator[Record]:
         values = conversations(values) or values
     except (KeyError, TypeError, AttributeError) as error:
         raise InputError(f"{origin} contains chats in an unknown format: exclude it") from error
-    if (kind := exported_chats(content[:HEAD_BYTES])) is not None and kind.name.endswith(
-        "Telegram"
-    ):
+    if (kind := exported_chats(content[:HEAD_BYTES])) is not None:
         raise InputError(f"{origin} is {kind.name}: {kind.advice(path)}")
     if not isinstance(values, list | dict):
         raise InputError(f"{origin} must contain a record, a list of records, or JSONL")

@@ -33,13 +33,14 @@ class Message(NamedTuple):
     text: str
 
 
+_ASSISTANT_SIGNS = rb'"mapping":\s*\{|"chat_messages":\s*\['
 #: Patterns that occur in the first bytes of a JSON file: of Telegram, Discord (DiscordChatExporter
 #: and a data package), Slack, ChatGPT and Claude. Discord's data package was a table before.
 _JSON_SIGNS = (
     rb'"type":\s*"(?:personal_chat|bot_chat|saved_messages|(?:private|public)_\w+)"'
     rb'|"about":\s*"Here is the data you requested|^\W*"guild":\s*\{'
     rb'|"Timestamp":\s*"[^"]*",\s*"Contents":|"type":\s*"message"[^}]*"ts":\s*"\d'
-    rb'|"ts":\s*"\d[^}]*"type":\s*"message"|"mapping":\s*\{|"chat_messages":\s*\['
+    rb'|"ts":\s*"\d[^}]*"type":\s*"message"|' + _ASSISTANT_SIGNS
 )
 _CSV_SIGN = rb"^(?:\xef\xbb\xbf)?ID,Timestamp,Contents,Attachments"
 #: First line of a WhatsApp message. Its date and time depend on the language and on the phone:
@@ -105,6 +106,11 @@ def conversations(values: Any) -> list[dict[str, Any]] | None:
             del joined[-1]
         records += [{"messages": joined}] if joined else []
     return records
+
+
+def is_with_assistant(head: bytes) -> bool:
+    """Return True if the first bytes of a JSON file begin an export of ChatGPT or Claude."""
+    return re.search(_ASSISTANT_SIGNS, head) is not None
 
 
 def is_chats(head: bytes, suffix: str) -> bool:
