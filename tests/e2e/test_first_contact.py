@@ -28,6 +28,12 @@ _CHAT = [
     {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]},
     {"messages": [{"role": "user", "content": "Ho"}, {"role": "assistant", "content": "Hey"}]},
 ]
+_PDF_WITHOUT_TEXT = (
+    b"%PDF-1.4\n1 0 obj<</Type/Catalog/Pages 2 0 R>>endobj\n"
+    b"2 0 obj<</Type/Pages/Kids[3 0 R]/Count 1>>endobj\n"
+    b"3 0 obj<</Type/Page/Parent 2 0 R/MediaBox[0 0 9 9]>>endobj\n"
+    b"trailer<</Root 1 0 R>>\n%%EOF"
+)
 _PAIRS = [{"prompt": "Hi", "chosen": "Hello", "rejected": "No"}]
 
 
@@ -78,7 +84,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
     np.save(array, np.arange(1000))
     office = {"[Content_Types].xml": "<Types/>", "_rels/.rels": "<Relationships/>"}
     return {
-        "paper.pdf": _picture("pdf"),
+        "paper.pdf": b"%PDF-1.4\n\xac\xdc" + bytes(100),
         "plot.png": _picture("png"),
         "photo.jpg": _picture("jpg"),
         "letter.docx": _zip({**office, "word/document.xml": "<w:document/>"}),
@@ -93,7 +99,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
         "texts.tar.gz": gzip.compress(_tar()),
         "numbers.npy.gz": gzip.compress(array.getvalue()),
         "numbers.bz2": bz2.compress(array.getvalue()),
-        "paper.v2.pdf": _picture("pdf"),
+        "paper.v2.pdf": _PDF_WITHOUT_TEXT,
         "notes.sqlite": _database(tmp_path_factory.mktemp("database") / "notes.sqlite"),
         "numbers.npy": array.getvalue(),
         "program": Path(sys.executable).read_bytes()[: 1 << 17],
@@ -115,20 +121,20 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
 
 #: The message about each file, after its name.
 _ANSWERS = {
-    "paper.pdf": " is a PDF document: extract its text with pdftotext paper.pdf paper.txt",
+    "paper.pdf": ": it is damaged (",
     "plot.png": " is an image: exclude it, or extract its text with tesseract plot.png plot",
     "photo.jpg": " is an image: exclude it, or extract its text with tesseract photo.jpg ",
-    "letter.docx": " is a Word document: extract its text with pandoc -f docx letter.docx -t ",
+    "letter.docx": ": its XML is damaged or too large (",
     "sheet.xlsx": " is a spreadsheet: save it as CSV in a spreadsheet program, and give the ",
-    "talk.pptx": " is a presentation: save it as PDF, and extract the text from the PDF with ",
-    "letter.odt": " is an OpenDocument text: extract its text with pandoc -f odt letter.odt -t ",
-    "novel.epub": " is an e-book: extract its text with pandoc -f epub novel.epub -t plain -o ",
+    "talk.pptx": " is a presentation: save it as PDF, and use that ",
+    "letter.odt": ": it is not an OpenDocument text: exclude it",
+    "novel.epub": ": its list of contents is missing: replace it",
     "texts.zip": " is a ZIP archive: unpack it with unzip texts.zip -d texts, and use that ",
     "texts.tar": " is a tar archive: unpack it with mkdir texts && tar -xf texts.tar -C texts, ",
     "texts.tar.gz": " is a tar archive: unpack it with mkdir texts && tar -xf texts.tar.gz -C ",
     "numbers.npy.gz": " is a compressed file: unpack it with gzip -dc < numbers.npy.gz > numbers",
     "numbers.bz2": " is a compressed file: unpack it with bzip2 -dc < numbers.bz2 > numbers (",
-    "paper.v2.pdf": " is a PDF document: extract its text with pdftotext paper.v2.pdf paper.v2.txt",
+    "paper.v2.pdf": ": its pages are images without text: recognise it with ocrmypdf IN OUT",
     "notes.sqlite": " is an SQLite database: export its text with sqlite3 -header -csv ",
     "numbers.npy": " is a file of numbers: exclude it",
     "program": " is a program: exclude it",
@@ -204,9 +210,11 @@ def test_prepare_folder_with_one_bad_file_keeps_the_rest(
     why = {Path(one["file"]).name: one["reason"] for one in rejected}
     assert why["letter_docx.md"] == why["paper_pdf.md"] == why["random_bin.md"] == "binary"
     assert why["latin1.txt"] == "bad_utf8"
+    documents = ("paper.pdf", "paper.v2.pdf", "letter.docx", "letter.odt", "novel.epub")
+    assert [why[name] for name in documents] == ["unreadable"] * 5
     assert why["chats.jsonl"] == why["pairs.jsonl"] == "conversation"
     assert sum(manifest["unread_files"].values()) == sum(
-        not name.endswith((".txt", ".jsonl", ".csv")) for name in files
+        not name.endswith((".txt", ".jsonl", ".csv")) and name not in documents for name in files
     )
 
 
@@ -220,15 +228,12 @@ def test_prepare_archive_advice_gives_readable_folder(
     assert main(["prepare", "my texts", "--tokenizer", "tok", "--out", "o"]) == 0
 
 
-def test_prepare_document_named_txt_is_not_overwritten_by_suggested_command(
+def test_prepare_document_named_txt_is_to_be_renamed(
     place: Path, capfd: pytest.CaptureFixture[str], files: dict[str, bytes]
 ) -> None:
     Path("letter.txt").write_bytes(files["letter.docx"])
     message = failure(capfd, "prepare", "letter.txt", "--tokenizer", "tok", "--out", "o")
-    assert message.endswith(
-        "it is a Word document: extract its text with pandoc -f docx letter.txt "
-        "-t plain -o letter.plain.txt\n"
-    )
+    assert message.endswith("it is a Word document: rename it to end in .docx\n")
 
 
 # Without a verb

@@ -504,7 +504,7 @@ def _reason_unread(path: Path) -> str:
         return f"a {special}"
     try:
         # Text in a supported format is skipped only when conversations are prepared.
-        if path.name.lower().endswith(SUFFIXES) or (kind := _file_kind(path)) is OTHER_TEXT:
+        if _is_read(path, SUFFIXES) or (kind := _file_kind(path)) is OTHER_TEXT:
             return "no conversations"
     except OSError as error:
         return describe_read_error(error)

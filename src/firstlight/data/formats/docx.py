@@ -55,12 +55,13 @@ def _walk(node: Any, out: Paragraphs, used: list[tuple[str, str]]) -> None:
         used.append((_NOTES[tag], attribute(node, "id")))
         out.add(f"[{len(used)}]")
     elif tag == "tbl":
-        out.end()
+        out.end_group()
         for row in (one for one in node if tag_of(one) == "tr"):
             out.add_row([_cell(cell, used) for cell in row if tag_of(cell) == "tc"])
+        out.end_group()
     else:
         if tag == "p":
-            out.mark("- ") if _is_item(node) else out.end()
+            out.mark("- ") if _is_item(node) else out.end_group()
         for child in node:
             _walk(child, out, used)
         if tag == "p":
@@ -75,6 +76,5 @@ def _cell(cell: Any, used: list[tuple[str, str]]) -> str:
 
 def _is_item(paragraph: Any) -> bool:
     """Return True for an item of a list."""
-    first = next(iter(paragraph), None)
-    is_first = first is not None and tag_of(first) == "pPr"
-    return is_first and any(tag_of(one) == "numPr" for one in first)
+    properties = [child for child in paragraph[:1] if tag_of(child) == "pPr"]
+    return any(tag_of(one) == "numPr" for child in properties for one in child)

@@ -167,7 +167,9 @@ def _walk(node: Any, out: Paragraphs, *, is_page: bool) -> None:
         for child in node:
             _walk(child, out, is_page=is_page)
             out.add(child.tail)
-        if is_block:
+        if tag in ("ul", "ol"):
+            out.end_group()
+        elif is_block:
             out.end()
 
 
@@ -184,4 +186,4 @@ def _add_table(table: Any, out: Paragraphs, *, is_page: bool) -> None:
             _walk(cell, inner, is_page=is_page)
             cells += [inner.line()] if tag_of(cell) in ("td", "th") else []
         out.add_row(cells)
-    out.end()
+    out.end_group()

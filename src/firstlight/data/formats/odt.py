@@ -60,6 +60,7 @@ def _walk(node: Any, out: Paragraphs, notes: list[Any]) -> None:
         out.end()
         for row in (one for one in node.iter() if tag_of(one) == "table-row"):
             out.add_row([_cell(cell, notes) for cell in row if tag_of(cell) == "table-cell"])
+        out.end_group()
     else:
         if tag == "list-item":
             out.mark("- ")
@@ -71,7 +72,9 @@ def _walk(node: Any, out: Paragraphs, notes: list[Any]) -> None:
         for child in node:
             _walk(child, out, notes)
             out.add(child.tail if has_text else None)
-        if tag in _PARAGRAPHS:
+        if tag == "list":
+            out.end_group()
+        elif tag in _PARAGRAPHS:
             out.end()
 
 

@@ -43,7 +43,7 @@ class Paragraphs:
 
     def end(self) -> None:
         """End the current paragraph."""
-        lines = " ".join("".join(self._parts).split(" ")).split("\n")
+        lines = "".join(self._parts).split("\n")
         text = "\n".join(" ".join(line.split()) for line in lines).strip()
         self._parts.clear()
         if text:
@@ -62,15 +62,19 @@ class Paragraphs:
         if text.strip():
             self._blocks.append((text.strip("\n"), False))
 
+    def end_group(self) -> None:
+        """End a list or a table, so that a blank line follows."""
+        self.end()
+        if self._blocks:
+            self._blocks[-1] = (self._blocks[-1][0], False)
+
     def text(self) -> str:
         """Return the text of all paragraphs."""
         self.end()
-        parts: list[str] = []
-        was_line = False
-        for block, is_line in self._blocks:
-            parts += ["\n" if is_line and was_line else "\n\n", block]
-            was_line = is_line
-        return "".join(parts[1:])
+        parts = [
+            part for text, is_line in self._blocks for part in (text, "\n" if is_line else "\n\n")
+        ]
+        return "".join(parts[:-1])
 
     def line(self) -> str:
         """Return the text of all paragraphs as one line, for a cell of a table."""
@@ -97,7 +101,9 @@ def parsed_xml(content: bytes | str) -> Any:
     try:
         return etree.fromstring(content, parser)
     except (etree.XMLSyntaxError, ValueError) as error:
-        raise UnreadableDocument(f"its XML is damaged ({error}): export it again") from error
+        raise UnreadableDocument(
+            f"its XML is damaged or too large ({error}): export it again"
+        ) from error
 
 
 @contextlib.contextmanager

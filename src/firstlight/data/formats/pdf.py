@@ -25,6 +25,8 @@ from firstlight.data.formats import UnreadableDocument
 _HYPHEN = "\x02"
 #: Every n-th character is checked for a missing entry in its font's map; maximum share of these.
 _CHECKED, _MOST_UNMAPPED = 8, 0.1
+#: Number of pages at the beginning without text after which a document counts as scanned.
+_SCANNED_PAGES = 200
 #: Number of lines at the top and at the bottom of a page that may be headers and footers.
 _MARGIN_LINES = 2
 _SENTENCE_ENDS = (".", "!", "?", ":", "。", "！", "？", "؟", "”", '"')
@@ -78,6 +80,8 @@ def read(path: Path) -> Iterator[tuple[str, str]]:
             unmapped += pdfium.FPDFText_HasUnicodeMapError(text_page, index) == 1
         text_page.close()
         page.close()
+        if number >= _SCANNED_PAGES and not any(pages):
+            break
     text = "".join(line.text for lines in pages for line in lines)
     strange = sum(unicodedata.category(c) in ("Co", "Cn", "Cs") or c == "\ufffd" for c in text)
     if not text.strip():
@@ -105,15 +109,15 @@ def _lines(page: Any) -> list[_Line]:
         text = "".join(chr(code) if code and not 0xD800 <= code < 0xE000 else " " for code in codes)
     rtl = sum(unicodedata.bidirectional(c) in ("R", "AL") for c in text) > len(text) / 4
     found: list[_Line] = []
-    box = pdfium.FS_RECTF()
     for match in re.finditer(r"[^\r\n\ufffe\x02]+[\ufffe\x02]?", text):
-        content = match[0].replace("\ufffe", _HYPHEN)
+        content = _in_order(page, match) if rtl else match[0]
+        content = content.replace("\ufffe", _HYPHEN)
         indices = [i for i in range(match.start(), match.end()) if not text[i].isspace()]
         if not indices:
             continue
         boxes = []
         for index in (indices[0], indices[len(indices) // 2], indices[-1]):
-            pdfium.FPDFText_GetLooseCharBox(page, index, ctypes.byref(box))
+            box = _box(page, index)
             boxes.append((box.left, box.right, box.bottom, box.top))
         begin, end = min(b[0] for b in boxes), max(b[1] for b in boxes)
         if rtl:
@@ -132,6 +136,27 @@ def _lines(page: Any) -> list[_Line]:
             )
         found.append(line)
     return found
+
+
+def _in_order(page: Any, line: re.Match[str]) -> str:
+    """Return a line of text from right to left. PDFium gives some of its words in the order from
+    left to right, and these are reversed."""
+
+    def ordered(word: re.Match[str]) -> str:
+        first, last = (_box(page, line.start() + i).left for i in (word.start(), word.end() - 1))
+        if first >= last or unicodedata.bidirectional(word[0][0]) not in ("R", "AL"):
+            return word[0]
+        # A mark above or below a letter follows this letter.
+        return "".join(reversed(re.findall(r"[^\u064b-\u065f][\u064b-\u065f]*", word[0])))
+
+    return re.sub(r"\S+", ordered, line[0])
+
+
+def _box(page: Any, index: int) -> Any:
+    """Return the box of a character in points."""
+    box = pdfium.FS_RECTF()
+    pdfium.FPDFText_GetLooseCharBox(page, index, ctypes.byref(box))
+    return box
 
 
 def _is_same(last: _Line, line: _Line) -> bool:

@@ -14,9 +14,10 @@ import os
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from queue import SimpleQueue
+from threading import Event
 from typing import Any
 
 from rich.progress import TextColumn
@@ -26,7 +27,7 @@ from firstlight.data.formats import UnreadableDocument
 from firstlight.data.formats.registry import format_of
 from firstlight.data.opening import require_unpacked_size
 from firstlight.errors import InputError, describe_read_error, first_line
-from firstlight.files.atomic import read_json, storage_errors, write_json
+from firstlight.files.atomic import read_json, storage_errors
 from firstlight.files.cache import cache_folder
 from firstlight.files.limits import LimitedProcess, LimitExceededError
 from firstlight.hardware.environment import usable_cpus
@@ -34,7 +35,7 @@ from firstlight.hardware.environment import usable_cpus
 #: Version of the readers. It is increased when any of them returns different text.
 _VERSION = 1
 #: Limits for a file: memory in bytes, CPU time in seconds, and CPU time for each further MB.
-_MEMORY, _SECONDS, _SECONDS_PER_MB = 300_000_000, 2.0, 4.0
+_MEMORY, _SECONDS, _SECONDS_PER_MB = 300 << 20, 2, 4
 #: Maximum number of files left out that a message names.
 _SHOWN = 3
 #: Numbers the parts of a document, in the place of its last part: "pages 1 to 12", "chapter 3".
@@ -91,28 +92,37 @@ def read_all(paths: Sequence[Path | None], *, progress: bool = False) -> list[st
         def read(path: Path) -> None:
             process = idle.get()
             try:
-                _read(path, process)
+                _read(path, process, stopped)
             finally:
                 idle.put(process)
 
+        stopped = Event()
         pool = ThreadPoolExecutor(workers)
+        futures = [pool.submit(read, path) for path in waiting]
         try:
             with progress_bar(TextColumn("{task.fields[done]}"), shown=progress) as bar:
                 task = bar.add_task("reading documents", total=len(waiting), done="")
-                for number, _ in enumerate(pool.map(read, waiting), start=1):
+                for number, future in enumerate(futures, start=1):
+                    future.result()
                     bar.update(task, advance=1, done=counted(number, "file"))
         finally:
+            stopped.set()
             pool.shutdown(wait=False, cancel_futures=True)
-            for process in processes:
-                process.interrupt()
-            pool.shutdown()
+            # A thread may be just starting a child, so interrupt the children until all threads end.
+            while running := [future for future in futures if not future.done()]:
+                for process in processes:
+                    process.interrupt()
+                wait(running, timeout=0.1)
             for process in processes:
                 process.close()
-    return _described(documents)
+    line = _described(documents)
+    # If nothing else can be read either, an error names the first file.
+    is_alone = len(documents) == len(paths) and line.startswith("read no")
+    return [line] if line and not is_alone else []
 
 
-def _described(paths: Sequence[Path]) -> list[str]:
-    """Return the message about documents that were read."""
+def _described(paths: Sequence[Path]) -> str:
+    """Return the message about documents that were read, or "" if there are none."""
     files: Counter[str] = Counter()
     parts: dict[str, Counter[str]] = {}
     problems = []
@@ -128,7 +138,7 @@ def _described(paths: Sequence[Path]) -> list[str]:
         if (last := _LAST_PART.match(summary["last"])) is not None:
             parts.setdefault(found.name, Counter())[last[1]] += int(last[2].replace(",", ""))
     if not files and not problems:
-        return []
+        return ""
     named = []
     for name, count in files.items():
         inner = ", ".join(counted(total, unit) for unit, total in parts.get(name, {}).items())
@@ -137,7 +147,7 @@ def _described(paths: Sequence[Path]) -> list[str]:
     if problems:
         more = "; ..." if len(problems) > _SHOWN else ""
         line += f"; left out {len(problems):,}: {'; '.join(problems[:_SHOWN])}{more}"
-    return [line]
+    return line
 
 
 def _cache_file(path: Path, suffix: str) -> Path:
@@ -153,10 +163,15 @@ def _cache_file(path: Path, suffix: str) -> Path:
 
 def _cached(path: Path) -> dict[str, Any] | None:
     try:
-        summary = read_json(_cache_file(path, ".json"))
-    except InputError:
+        file = _cache_file(path, ".json")
+        summary = read_json(file)
+        # If the machine stopped while the cache was written, the text may be incomplete.
+        is_whole = file.with_suffix(".jsonl").stat().st_size == summary["stored"]
+    except FileNotFoundError:
+        is_whole = summary["documents"] == 0
+    except (InputError, KeyError, TypeError):
         return None
-    return summary if isinstance(summary, dict) else None
+    return summary if is_whole else None
 
 
 def _process(paths: Sequence[Path]) -> LimitedProcess:
@@ -166,25 +181,31 @@ def _process(paths: Sequence[Path]) -> LimitedProcess:
     return LimitedProcess(f"{__name__}:reader", (names,), memory=_MEMORY)
 
 
-def _read(path: Path, process: LimitedProcess) -> dict[str, Any]:
-    """Read a file in a child process, write its text to the cache, and return the summary."""
+def _read(path: Path, process: LimitedProcess, stopped: Event | None = None) -> dict[str, Any]:
+    """Read a file in a child process, write its text to the cache, and return the summary. If
+    `stopped` is set, the child was interrupted rather than stopped by a limit.
+    """
     found = format_of(path)
     assert found is not None
     texts = _cache_file(path, ".jsonl")
-    summary_file = texts.with_suffix(".json")
     partial = texts.with_name(f"{texts.name}.{os.getpid()}")
-    seconds = _SECONDS + _SECONDS_PER_MB * path.stat().st_size / 1e6
+    seconds = _SECONDS + _SECONDS_PER_MB * path.stat().st_size // 1_000_000
     with storage_errors(texts):
         texts.parent.mkdir(parents=True, exist_ok=True)
         try:
             summary = process.call([found.module, str(path), str(partial)], seconds=seconds)
             os.replace(partial, texts)
+            summary["stored"] = texts.stat().st_size
         except LimitExceededError as error:
+            if stopped is not None and stopped.is_set():
+                raise
             problem = f"reading it takes {error}: it may be damaged, so export it again"
-            summary = {"problem": problem, "documents": 0, "bytes": 0, "last": ""}
+            summary = {"problem": problem, "documents": 0, "bytes": 0, "last": "", "stored": 0}
         finally:
             partial.unlink(missing_ok=True)
-    write_json(summary_file, summary)
+        # Syncing the files in the cache would take longer than reading a short document.
+        partial.write_text(json.dumps(summary), encoding="utf-8")
+        os.replace(partial, texts.with_suffix(".json"))
     assert isinstance(summary, dict)
     return summary
 

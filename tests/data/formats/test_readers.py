@@ -1,0 +1,269 @@
+"""The text of web pages, books, office documents, notebooks and PDFs."""
+
+from __future__ import annotations
+
+import json
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from firstlight.data.formats import UnreadableDocument, docx, epub, html, notebook, odt, pdf, rtf
+
+_WORD = 'xmlns:w="http://schemas.openxmlformats.org/wordprocessingml/2006/main"'
+_ODF = 'xmlns:o="urn:office" xmlns:t="urn:text" xmlns:b="urn:table"'
+
+
+def package(path: Path, **files: str) -> Path:
+    """Write a ZIP package. `__` in a name stands for a slash, and `_` for a point."""
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name, content in files.items():
+            archive.writestr(name.replace("__", "/").replace("_", "."), content)
+    return path
+
+
+def page(path: Path, content: str) -> Path:
+    path.write_text(content, encoding="utf-8")
+    return path
+
+
+def write_pdf(path: Path, pages: list[list[tuple[int, int, str]]], extra: str = "") -> Path:
+    """Write a PDF. Each page is a list of (x, y, text) in points; the font has 10 points."""
+    kids = " ".join(f"{4 + 2 * number} 0 R" for number in range(len(pages)))
+    objects = [
+        f"<</Type/Catalog/Pages 2 0 R{extra}>>",
+        f"<</Type/Pages/Kids[{kids}]/Count {len(pages)}>>",
+        "<</Type/Font/Subtype/Type1/BaseFont/Helvetica>>",
+    ]
+    for number, lines in enumerate(pages):
+        drawn = "".join(f"BT /F 10 Tf {x} {y} Td ({text}) Tj ET\n" for x, y, text in lines)
+        objects += [
+            "<</Type/Page/Parent 2 0 R/MediaBox[0 0 400 600]/Resources<</Font<</F 3 0 R>>>>"
+            f"/Contents {5 + 2 * number} 0 R>>",
+            f"<</Length {len(drawn)}>>stream\n{drawn}endstream",
+        ]
+    content, offsets = "%PDF-1.4\n", []
+    for number, one in enumerate(objects, start=1):
+        offsets.append(len(content))
+        content += f"{number} 0 obj\n{one}\nendobj\n"
+    table = "".join(f"{offset:010} 00000 n \n" for offset in offsets)
+    size = len(objects) + 1
+    content += f"xref\n0 {size}\n0000000000 65535 f \n{table}"
+    content += f"trailer<</Size {size}/Root 1 0 R>>\nstartxref\n{content.index('xref')}\n%%EOF"
+    path.write_bytes(content.encode("latin-1"))
+    return path
+
+
+# Web pages
+
+
+def test_web_page_has_text_without_menus_scripts_and_notices(tmp_path: Path) -> None:
+    links = "".join(f'<li><a href="#">Entry {number}</a></li>' for number in range(5))
+    content = (
+        f"<html><head><title>t</title><script>x()</script></head><body><nav>Home</nav>"
+        f'<ul>{links}</ul><div class="cookie-banner">Accept all</div><header>Site</header>'
+        "<h1>A  heading</h1>\n<p>One\nparagraph with <b>bold</b>&nbsp;text.<br>A line.</p>"
+        "<ol><li>first</li><li>second</li></ol><table><tr><th>a</th><td>b <p>c</p></td></tr>"
+        "<tr><td>1</td><td>2</td></tr></table><pre>x = 1\n  y</pre><p hidden>secret</p>"
+        '<p style="display: none">secret</p><footer>Imprint</footer></body></html>'
+    )
+    expected = (
+        "A heading\n\nOne paragraph with bold text.\nA line.\n\n1. first\n2. second\n\n"
+        "a\tb c\n1\t2\n\nx = 1\n  y"
+    )
+    assert list(html.read(page(tmp_path / "a.html", content))) == [("", expected)]
+
+
+def test_web_page_main_element_is_read_alone(tmp_path: Path) -> None:
+    content = "<body><div>Around</div><main><header>Title</header><p>Inside it.</p></main></body>"
+    assert list(html.read(page(tmp_path / "a.html", content))) == [("", "Title\n\nInside it.")]
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b'<meta charset="windows-1251"><p>' + "Привет".encode("cp1251"),
+        "<p>Привет".encode(),
+        "<p>Привет".encode("utf-16"),
+        '<?xml version="1.0"?><html xmlns="http://www.w3.org/1999/xhtml"><title/><p>'
+        "Привет</p></html>".encode(),
+    ],
+)
+def test_web_page_encoding_is_detected(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "a.html").write_bytes(content)
+    assert list(html.read(tmp_path / "a.html")) == [("", "Привет")]
+
+
+def test_web_page_without_text_is_unreadable(tmp_path: Path) -> None:
+    with pytest.raises(UnreadableDocument, match="loaded by a script: save it in a browser"):
+        list(html.read(page(tmp_path / "a.html", "<body><script>load()</script></body>")))
+
+
+# Books and office documents
+
+
+def test_epub_chapters_come_in_order_of_the_spine(tmp_path: Path) -> None:
+    book = package(
+        tmp_path / "a.epub",
+        **{
+            "META-INF__container_xml": '<c><rootfile full-path="in/b.opf"/></c>',
+            "in__b_opf": '<p><item id="n" href="n.xhtml" properties="nav"/>'
+            '<item id="x" href="x%20y.xhtml"/><item id="z" href="z.xhtml"/>'
+            '<itemref idref="n"/><itemref idref="z"/><itemref idref="x"/></p>',
+            "in__n_xhtml": "<body><p>Contents</p></body>",
+            "in__x y_xhtml": "<body><p>The&nbsp;end</p></body>",
+            "in__z_xhtml": "<html><head><title/></head><body><p>The beginning</p></body></html>",
+        },
+    )
+    expected = [("chapter 1", "The beginning"), ("chapter 2", "The end")]
+    assert list(epub.read(book)) == expected
+
+
+def test_encrypted_epub_is_unreadable(tmp_path: Path) -> None:
+    book = package(
+        tmp_path / "a.epub",
+        **{
+            "META-INF__container_xml": '<c><rootfile full-path="b.opf"/></c>',
+            "META-INF__encryption_xml": '<e><CipherReference URI="x.xhtml"/></e>',
+            "b_opf": '<p><item id="x" href="x.xhtml"/><itemref idref="x"/></p>',
+            "x_xhtml": "<p>nonsense</p>",
+        },
+    )
+    with pytest.raises(UnreadableDocument, match=r"it is encrypted \(DRM\)"):
+        list(epub.read(book))
+
+
+def test_word_document_has_tables_as_lines_and_footnotes_once(tmp_path: Path) -> None:
+    run = "<w:r><w:t>{}</w:t></w:r>"
+    cell = "<w:tc><w:p>" + run + "</w:p></w:tc>"
+    body = (
+        f"<w:p>{run.format('Text')}<w:r><w:footnoteReference w:id='7'/></w:r>"
+        f"<w:del>{run.format('deleted')}</w:del><w:ins>{run.format(' added')}</w:ins></w:p>"
+        f"<w:p><w:pPr><w:numPr/></w:pPr>{run.format('one')}</w:p>"
+        f"<w:p><w:pPr><w:numPr/></w:pPr>{run.format('two')}</w:p>"
+        f"<w:tbl><w:tr>{cell.format('a')}{cell.format('b')}</w:tr></w:tbl>"
+        f"<w:p>{run.format('End')}<w:r><w:br/><w:t>of it</w:t></w:r></w:p>"
+    )
+    document = package(
+        tmp_path / "a.docx",
+        word__document_xml=f"<w:document {_WORD}><w:body>{body}</w:body></w:document>",
+        word__footnotes_xml=f"<w:f {_WORD}><w:footnote w:id='7'><w:p>{run.format('Note')}</w:p>"
+        f"</w:footnote><w:footnote w:id='8'><w:p>{run.format('unused')}</w:p></w:footnote></w:f>",
+    )
+    expected = "Text[1] added\n\n- one\n- two\n\na\tb\n\nEnd\nof it\n\n[1] Note"
+    assert list(docx.read(document)) == [("", expected)]
+
+
+def test_opendocument_text_has_tables_as_lines_and_footnotes_once(tmp_path: Path) -> None:
+    note = "<t:note><t:note-citation>1</t:note-citation><t:note-body><t:p>Note</t:p></t:note-body>"
+    body = (
+        "<t:tracked-changes><t:p>deleted</t:p></t:tracked-changes><t:h>Head</t:h>"
+        f"<t:p>Text{note}</t:note><t:s/><t:span>with<t:tab/>more</t:span><t:line-break/>end</t:p>"
+        "<t:list><t:list-item><t:p>one</t:p></t:list-item><t:list-item><t:p>two</t:p>"
+        "</t:list-item></t:list><b:table><b:table-row><b:table-cell><t:p>a</t:p></b:table-cell>"
+        "<b:table-cell><t:p>b</t:p></b:table-cell></b:table-row></b:table>"
+    )
+    document = package(tmp_path / "a.odt", content_xml=f"<o:c {_ODF}><o:body>{body}</o:body></o:c>")
+    expected = "Head\n\nText[1] with more\nend\n\n- one\n- two\n\na\tb\n\n[1] Note"
+    assert list(odt.read(document)) == [("", expected)]
+
+
+def test_entities_of_xml_are_not_resolved(tmp_path: Path) -> None:
+    (tmp_path / "secret").write_text("a secret")
+    declared = f'<!DOCTYPE d [<!ENTITY x SYSTEM "file://{tmp_path}/secret">]>'
+    text = f"{declared}<w:d {_WORD}><w:p><w:r><w:t>Before &x;</w:t></w:r></w:p></w:d>"
+    document = package(tmp_path / "a.docx", word__document_xml=text)
+    assert list(docx.read(document)) == [("", "Before")]
+
+
+def test_office_document_that_is_not_a_package_is_unreadable(tmp_path: Path) -> None:
+    path = tmp_path / "a.docx"
+    path.write_bytes(b"\xd0\xcf\x11\xe0" + bytes(100))
+    with pytest.raises(UnreadableDocument, match=r"it is encrypted: save it without a password"):
+        list(docx.read(path))
+    path.write_bytes(b"PK and nothing else")
+    with pytest.raises(UnreadableDocument, match="it is damaged: replace it"):
+        list(docx.read(path))
+
+
+def test_rich_text_is_decoded(tmp_path: Path) -> None:
+    content = r"{\rtf1\ansi\ansicpg1251 {\b Bold} text \'cf\u1088?.\par Second}"
+    text = page(tmp_path / "a.rtf", content)
+    assert list(rtf.read(text)) == [("", "Bold text Пр.\nSecond")]
+    with pytest.raises(UnreadableDocument, match="not in rich text format"):
+        list(rtf.read(page(tmp_path / "b.rtf", "plain")))
+
+
+def test_notebook_has_text_code_and_printed_results(tmp_path: Path) -> None:
+    cells = [
+        {"cell_type": "markdown", "source": ["# Title\n", "text"]},
+        {
+            "cell_type": "code",
+            "source": "print(1)",
+            "outputs": [
+                {"output_type": "stream", "text": ["1\n"]},
+                {"data": {"text/plain": "2", "image/png": "iVBOR"}},
+            ],
+        },
+    ]
+    book = page(tmp_path / "a.ipynb", json.dumps({"nbformat": 4, "cells": cells}))
+    assert list(notebook.read(book)) == [("", "# Title\ntext\n\nprint(1)\n\n1\n\n2")]
+    old = page(
+        tmp_path / "b.ipynb",
+        json.dumps({"worksheets": [{"cells": [{"input": ["x = 1"], "outputs": []}]}]}),
+    )
+    assert list(notebook.read(old)) == [("", "x = 1")]
+
+
+# PDFs
+
+
+def test_pdf_lines_are_joined_to_paragraphs_and_words(tmp_path: Path) -> None:
+    lines = [
+        (50, 500, "The first line of a paragraph is as long as the inter-"),
+        (50, 488, "nationally known second line of this paragraph, whose"),
+        (50, 476, "end is here."),
+        (50, 452, "Another paragraph begins here, after a distance."),
+    ]
+    expected = (
+        "The first line of a paragraph is as long as the internationally known second line of this "
+        "paragraph, whose end is here.\n\nAnother paragraph begins here, after a distance."
+    )
+    assert list(pdf.read(write_pdf(tmp_path / "a.pdf", [lines]))) == [("page 1", expected)]
+
+
+def test_pdf_columns_are_read_one_after_the_other(tmp_path: Path) -> None:
+    left = [(40, 500 - 12 * n, text) for n, text in enumerate(("left column is", "as wide as it"))]
+    right = [
+        (220, 500 - 12 * n, text) for n, text in enumerate(("goes on in the", "right column."))
+    ]
+    [(_, text)] = pdf.read(write_pdf(tmp_path / "a.pdf", [[*left, *right]]))
+    assert text == "left column is as wide as it goes on in the right column."
+
+
+def test_pdf_repeated_headers_and_page_numbers_are_left_out(tmp_path: Path) -> None:
+    pages = [
+        [
+            (50, 570, "The Title of the Book"),
+            (50, 500, f"Page {word} has a paragraph of its own."),
+            (50, 488, "It has another line."),
+            (50, 476, f"It has a third line, {word}, too."),
+            (200, 30, f"- {number} -"),
+        ]
+        for number, word in enumerate(("one", "two", "three", "four"), start=9)
+    ]
+    [(place, text)] = pdf.read(write_pdf(tmp_path / "a.pdf", pages))
+    assert place == "pages 1 to 4, without 8 headers, footers and page numbers"
+    assert "Title" not in text
+    assert "- 9 -" not in text
+    assert text.count("has a paragraph of its own.") == 4
+
+
+def test_pdf_without_text_is_unreadable(tmp_path: Path) -> None:
+    with pytest.raises(UnreadableDocument, match=r"images without text: .* ocrmypdf IN OUT"):
+        list(pdf.read(write_pdf(tmp_path / "a.pdf", [[]])))
+
+
+def test_damaged_pdf_is_unreadable(tmp_path: Path) -> None:
+    with pytest.raises(UnreadableDocument, match=r"it is damaged .*: replace it"):
+        list(pdf.read(page(tmp_path / "a.pdf", "%PDF-1.4 nothing")))
