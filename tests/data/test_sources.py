@@ -145,11 +145,11 @@ def test_find_sources_folder_lists_text_files_in_fixed_order(tmp_path: Path) -> 
 def test_unread_files_are_counted_by_suffix_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    make_tree(tmp_path, "a.txt", "a.PPT", "b.ppt", "c.tar.gz", "d/e.png")
+    make_tree(tmp_path, "a.txt", "a.PPT", "b.ppt", "c.tar.zst", "d/e.png")
     make_tree(tmp_path, ".x.png", "d/.git/y.png")
     (tmp_path / "d" / "notes 1. draft").write_bytes(bytes(range(32)))
     monkeypatch.chdir(tmp_path)
-    counts = {".ppt": 2, "": 1, ".png": 1, ".tar.gz": 1}
+    counts = {".ppt": 2, "": 1, ".png": 1, ".tar.zst": 1}
     assert list(by_ending(unread_files([".", "*", tmp_path / "d", "stdlib"])).items()) == list(
         counts.items()
     )

@@ -122,8 +122,10 @@ def _documents(file: Path) -> Iterator[tuple[str, str]]:
             return
         for record in read_documents(find_sources([file])):
             place = f"{record.line:,}" if record.line > 1 else ""
-            yield (
-                (place, record.value) if record.error is None else (f"{place}: {record.error}", "")
-            )
+            if record.error is None:
+                yield place, record.value
+            else:
+                yield ": ".join(part for part in (place, str(record.error)) if part), ""
     except FirstlightError as error:
-        yield str(error).replace(str(file), file.name), ""
+        # The advice neither names the temporary folder nor lists what firstlight reads.
+        yield str(error).replace(f"{file.parent}/", "").partition(" (firstlight reads")[0], ""
