@@ -27,13 +27,15 @@ def page(path: Path, content: str) -> Path:
     return path
 
 
-def write_pdf(path: Path, pages: list[list[tuple[int, int, str]]], extra: str = "") -> Path:
+def write_pdf(
+    path: Path, pages: list[list[tuple[int, int, str]]], font: str = "", encrypt: str = ""
+) -> Path:
     """Write a PDF. Each page is a list of (x, y, text) in points; the font has 10 points."""
     kids = " ".join(f"{4 + 2 * number} 0 R" for number in range(len(pages)))
     objects = [
-        f"<</Type/Catalog/Pages 2 0 R{extra}>>",
+        "<</Type/Catalog/Pages 2 0 R>>",
         f"<</Type/Pages/Kids[{kids}]/Count {len(pages)}>>",
-        "<</Type/Font/Subtype/Type1/BaseFont/Helvetica>>",
+        font or "<</Type/Font/Subtype/Type1/BaseFont/Helvetica>>",
     ]
     for number, lines in enumerate(pages):
         drawn = "".join(f"BT /F 10 Tf {x} {y} Td ({text}) Tj ET\n" for x, y, text in lines)
@@ -49,7 +51,9 @@ def write_pdf(path: Path, pages: list[list[tuple[int, int, str]]], extra: str = 
     table = "".join(f"{offset:010} 00000 n \n" for offset in offsets)
     size = len(objects) + 1
     content += f"xref\n0 {size}\n0000000000 65535 f \n{table}"
-    content += f"trailer<</Size {size}/Root 1 0 R>>\nstartxref\n{content.index('xref')}\n%%EOF"
+    content += (
+        f"trailer<</Size {size}/Root 1 0 R{encrypt}>>\nstartxref\n{content.index('xref')}\n%%EOF"
+    )
     path.write_bytes(content.encode("latin-1"))
     return path
 
@@ -267,3 +271,22 @@ def test_pdf_without_text_is_unreadable(tmp_path: Path) -> None:
 def test_damaged_pdf_is_unreadable(tmp_path: Path) -> None:
     with pytest.raises(UnreadableDocument, match=r"it is damaged .*: replace it"):
         list(pdf.read(page(tmp_path / "a.pdf", "%PDF-1.4 nothing")))
+
+
+def test_pdf_whose_font_has_no_map_is_unreadable(tmp_path: Path) -> None:
+    font = (
+        "<</Type/Font/Subtype/Type0/BaseFont/X/Encoding/Identity-H/DescendantFonts[<</Type/Font"
+        "/Subtype/CIDFontType2/BaseFont/X/CIDSystemInfo<</Registry(Adobe)/Ordering(Identity)"
+        "/Supplement 0>>>>]>>"
+    )
+    document = write_pdf(tmp_path / "a.pdf", [[(50, 500, "some text in it")]], font)
+    with pytest.raises(UnreadableDocument, match=r"do not state which letters .* --force-ocr"):
+        list(pdf.read(document))
+
+
+def test_encrypted_pdf_is_unreadable(tmp_path: Path) -> None:
+    key = "0" * 64
+    encrypt = f"/Encrypt<</Filter/Standard/V 1/R 2/P -4/O<{key}>/U<{key}>>>/ID[<00><00>]"
+    document = write_pdf(tmp_path / "a.pdf", [[(50, 500, "text")]], encrypt=encrypt)
+    with pytest.raises(UnreadableDocument, match=r"it is encrypted: .* qpdf --decrypt"):
+        list(pdf.read(document))

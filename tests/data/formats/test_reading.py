@@ -7,6 +7,7 @@ import json
 import os
 import zipfile
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import pytest
@@ -166,7 +167,11 @@ def read_then_fail(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     read = reading._read
 
     def removed(path: Path, *arguments: Any) -> Any:
-        paths[0].unlink(missing_ok=True)
+        if path == paths[0]:
+            # Wait until the child has opened the file to which it writes.
+            while not list((folder / "cache").rglob("*.jsonl.*")):
+                Event().wait(0.01)
+            path.unlink()
         return read(path, *arguments)
 
     monkeypatch.setattr(reading, "_read", removed)

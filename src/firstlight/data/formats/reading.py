@@ -108,8 +108,7 @@ def read_all(paths: Sequence[Path | None], *, progress: bool = False) -> list[st
         finally:
             stopped.set()
             pool.shutdown(wait=False, cancel_futures=True)
-            # A thread may be just starting a child, so the children are interrupted until all
-            # threads have ended.
+            # A thread may be starting a child, so interrupt them until all threads end.
             while running := [future for future in futures if not future.done()]:
                 for process in processes:
                     process.interrupt()
