@@ -25,6 +25,7 @@ import click
 from firstlight.cli.bench import bench_group
 from firstlight.cli.compare import compare_command
 from firstlight.cli.convert import convert_command
+from firstlight.cli.data import data_group
 from firstlight.cli.eval import eval_command
 from firstlight.cli.generate import chat_command, generate_command, serve_command
 from firstlight.cli.info import info_command, report_command
@@ -275,6 +276,7 @@ def firstlight(ctx: click.Context) -> None:
 
 
 for command in (
+    data_group,
     tokenizer_group,
     prepare_command,
     plan_command,

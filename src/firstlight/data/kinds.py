@@ -160,14 +160,6 @@ _JSON = FileKind(
 )
 _BY_ENDING = {ending: kind for kind in _KINDS for ending in kind.endings.split()}
 
-#: Last part of a jq program. It merges consecutive messages of the same role, and drops the
-#: messages after the last answer.
-_UNTIL_ANSWER = (
-    """ | .messages |= (reduce .[] as $m ([]; if .[-1].role == $m.role then """
-    """.[-1].content += "\\n" + $m.content else . + [$m] end) | """
-    """until(. == [] or .[-1].role == "assistant"; .[:-1])) | select(.messages != [])' """
-    """{file} > {lines}, and use that file as input"""
-)
 #: Types of JSON files to which other programs export chats. Each entry consists of a pattern that
 #: occurs in the first bytes of such a file, and the file type.
 _EXPORTS = (
@@ -176,29 +168,7 @@ _EXPORTS = (
         rb'|"about":\s*"Here is the data you requested',
         FileKind(
             "a chat export from Telegram",
-            """convert each chat to one text with jq -c '[.. | .messages? | arrays][] | {{text: """
-            """[.[] | [.text | arrays[], strings | .text? // .] | add | strings | """
-            """select(. != "")] | join("\\n")}}' {file} > {lines}, and use that file as input""",
-        ),
-    ),
-    (
-        rb'"mapping":\s*\{',
-        FileKind(
-            "a conversation export from ChatGPT",
-            """convert it to conversations with jq -c '.[] | {{messages: [[.mapping[].message | """
-            """select(.author.role == "user" or .author.role == "assistant")] | """
-            """sort_by(.create_time)[] | {{role: .author.role, content: """
-            """([.content.parts[]? | strings] | join(""))}} | select(.content != "")]}}"""
-            + _UNTIL_ANSWER,
-        ),
-    ),
-    (
-        rb'"chat_messages":\s*\[',
-        FileKind(
-            "a conversation export from Claude",
-            """convert it to conversations with jq -c '.[] | {{messages: [.chat_messages[] | """
-            """{{role: (if .sender == "human" then "user" else .sender end), content: .text}} | """
-            """select(.content != "")]}}""" + _UNTIL_ANSWER,
+            "none of its senders is an assistant: train on it as text, without records beside it",
         ),
     ),
 )

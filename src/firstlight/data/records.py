@@ -38,6 +38,7 @@ from firstlight.data.conversations import (
     transcript_field,
     transcript_of,
 )
+from firstlight.data.formats.chats import conversations, is_with_assistant
 from firstlight.data.formats.reading import documents_in
 from firstlight.data.formats.registry import format_of
 from firstlight.data.kinds import (
@@ -376,6 +377,8 @@ def kind_of_records(
             if len(head) == _JSON_HEAD_BYTES:
                 if exported_chats(head[:HEAD_BYTES]) is not None:
                     return None
+                if is_with_assistant(head[:HEAD_BYTES]):
+                    return "chat"
                 values = _first_values(head.decode(encoding_of(head, path), "ignore"))
                 return _kind_of(values, text_key)
         with closing(read_records([source])) as records:
@@ -837,8 +840,6 @@ def _read_list(file: IO[bytes], path: Path, origin: str) -> Iterator[Record]:
             f"{origin} has more than {most:,} bytes, but a JSON file must be read as a whole: "
             "convert it to JSONL, with one record per line"
         )
-    if (kind := exported_chats(content[:HEAD_BYTES])) is not None:
-        raise InputError(f"{origin} is {kind.name}: {kind.advice(path)}")
     try:
         _require_few_values(content)
         values = json.loads(text)
@@ -854,6 +855,12 @@ def _read_list(file: IO[bytes], path: Path, origin: str) -> Iterator[Record]:
         raise InputError(f"{origin}:{error.lineno}: {what}") from error
     except (ValueError, RecursionError) as error:
         raise InputError(f"{origin} is not JSON: {error}") from error
+    try:
+        values = conversations(values) or values
+    except (KeyError, TypeError, AttributeError) as error:
+        raise InputError(f"{origin} contains chats in an unknown format: exclude it") from error
+    if (kind := exported_chats(content[:HEAD_BYTES])) is not None:
+        raise InputError(f"{origin} is {kind.name}: {kind.advice(path)}")
     if not isinstance(values, list | dict):
         raise InputError(f"{origin} must contain a record, a list of records, or JSONL")
     try:

@@ -20,6 +20,7 @@ from rich.progress import TextColumn
 from firstlight.console import counted, human_bytes, progress_bar
 from firstlight.data.cleaning import ChangeCounts, change_lines, is_separator
 from firstlight.data.formats.reading import read_all
+from firstlight.data.formats.registry import format_of
 from firstlight.data.kinds import start_from
 from firstlight.data.opening import compress
 from firstlight.data.records import (
@@ -577,7 +578,12 @@ def require_texts(inputs: Sequence[str], text_key: str = "text") -> None:
     Raises:
         InputError: most of the inputs' bytes are conversations or preference pairs.
     """
-    sources = conversations_in(inputs, text_key, datasets=False)
+    # The exports of ChatGPT and Claude are read as conversations and as texts.
+    sources = [
+        source
+        for source in conversations_in(inputs, text_key, datasets=False)
+        if source.path is None or format_of(source.path) is None
+    ]
     if not sources:
         return
     try:

@@ -28,7 +28,16 @@ import numpy as np
 from jinja2 import DictLoader, Environment, StrictUndefined
 from markupsafe import Markup
 
-from firstlight.console import counted, gib, loss_text, own_version, plain, rounded, visible
+from firstlight.console import (
+    counted,
+    gib,
+    human_bytes,
+    loss_text,
+    own_version,
+    plain,
+    rounded,
+    visible,
+)
 from firstlight.errors import ConfigError, InputError
 from firstlight.files.atomic import write_file
 from firstlight.report.charts import (
@@ -68,6 +77,7 @@ from firstlight.run_log.names import HTML_NAME, REPORT_NAME
 from firstlight.run_log.reader import Metrics, RunRecord, Series, read_run, require_run, smoothed
 
 if TYPE_CHECKING:
+    from firstlight.data.contents import Contents, Document
     from firstlight.evaluation.comparison import ModelComparison, Segment
 
 #: HTML element by which a page is recognized as a report.
@@ -874,3 +884,21 @@ def write_model_comparison(comparison: ModelComparison, path: Path) -> None:
         return min(round(abs(segment.after - segment.before)), 4)
 
     write_file(path, _page("models.html", {"found": comparison, "strength": strength}))
+
+
+def write_contents(
+    name: str, found: Contents | None, documents: Sequence[Document], path: Path
+) -> None:
+    """Write the HTML page of what was read of an input, or of the text of one of its files.
+
+    Args:
+        name: the input or the file.
+        found: contents of the input; None to show only `documents`.
+        documents: documents of the file.
+        path: path of the page.
+
+    Raises:
+        StorageError: the file can't be written.
+    """
+    values = {"name": name, "found": found, "documents": documents, "human_bytes": human_bytes}
+    write_file(path, _page("contents.html", values))

@@ -33,7 +33,7 @@ from firstlight.files.limits import LimitedProcess, LimitExceededError
 from firstlight.hardware.environment import usable_cpus
 
 #: Version of the readers. It is increased when any of them returns different text.
-_VERSION = 1
+_VERSION = 2
 #: Limits for a file: memory in bytes, CPU time in seconds, and CPU time for each further MB.
 _MEMORY, _SECONDS, _SECONDS_PER_MB = 300 << 20, 2, 4
 #: Maximum number of files left out that a message names.
@@ -132,7 +132,9 @@ def _described(paths: Sequence[Path]) -> str:
             continue
         if summary["problem"]:
             problems.append(f"{path}: {summary['problem']}")
-        if not summary["documents"]:
+        elif not summary["bytes"]:
+            problems.append(f"{path}: none of its parts can be read")
+        if not summary["bytes"]:
             continue
         files[found.name] += 1
         if (last := _LAST_PART.match(summary["last"])) is not None:
@@ -242,4 +244,6 @@ def _write_documents(request: tuple[str, str, str]) -> dict[str, Any]:
         # Libraries raise many kinds of errors for damaged files.
         except Exception as error:  # noqa: BLE001
             problem = f"it is damaged ({first_line(error)}): replace it"
+    if not documents and not problem:
+        problem = "it contains no documents: exclude it"
     return {"problem": problem, "documents": documents, "bytes": size, "last": last}

@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 from pathlib import Path
 from typing import NamedTuple
+
+from firstlight.data.formats.chats import is_chats
+from firstlight.data.formats.mail import is_mail
+from firstlight.data.formats.wiki import is_dump
+from firstlight.data.kinds import HEAD_BYTES
+from firstlight.data.opening import head_of
 
 
 class Format(NamedTuple):
@@ -28,7 +35,13 @@ class Format(NamedTuple):
 
 _ROOM = "firstlight.data.formats."
 _HTML = Format("web page", _ROOM + "html", ("lxml",))
+_MAIL = Format("mail", _ROOM + "mail")
+_CHATS = Format("chat export", _ROOM + "chats")
+_WIKI = Format("MediaWiki dump", _ROOM + "wiki", ("mwparserfromhell",))
+_ARCHIVE = Format("archive", _ROOM + "archives")
 _WORD = Format("Word document", _ROOM + "docx", ("lxml",))
+#: Suffixes of files that may be an export of chats.
+_EXPORT_SUFFIXES = (".txt", ".json", ".csv")
 #: Formats by suffix, in lower case. The first suffix with which a file's name ends decides.
 FORMATS: dict[str, Format] = {
     ".pdf": Format("PDF", _ROOM + "pdf", ("pypdfium2",)),
@@ -41,10 +54,43 @@ FORMATS: dict[str, Format] = {
     ".odt": Format("OpenDocument text", _ROOM + "odt", ("lxml",)),
     ".rtf": Format("RTF document", _ROOM + "rtf", ("striprtf",)),
     ".ipynb": Format("notebook", _ROOM + "notebook"),
+    ".eml": _MAIL,
+    ".mbox": _MAIL,
+    **{f".xml{ending}": _WIKI for ending in ("", ".gz", ".bz2", ".xz")},
+    **dict.fromkeys(".zip .tar .tgz .tbz2 .txz .tar.gz .tar.bz2 .tar.xz".split(), _ARCHIVE),
 }
 
 
 def format_of(path: Path) -> Format | None:
-    """Return the format of a file, or None if it is not in `FORMATS`."""
+    """Return the format of a file by its suffix or, for exports of chats, mails without a suffix
+    and MediaWiki dumps, by its first bytes. Return None for any other file.
+
+    Raises:
+        OSError, EOFError: the file can't be read.
+    """
     name = path.name.lower()
-    return next((one for suffix, one in FORMATS.items() if name.endswith(suffix)), None)
+    found = next((one for suffix, one in FORMATS.items() if name.endswith(suffix)), None)
+    is_listed = path.parent.name in ("cur", "new")
+    if found is not _WIKI and (found or not (name.endswith(_EXPORT_SUFFIXES) or is_listed)):
+        return found
+    # Callers ask once for each document in a file.
+    return _format_of_content(path, found, path.stat().st_mtime_ns)
+
+
+@functools.lru_cache(maxsize=1024)
+def _format_of_content(path: Path, found: Format | None, changed_ns: int) -> Format | None:
+    """Return the format of a file by its first bytes.
+
+    Args:
+        path: the file.
+        found: its format by the suffix.
+        changed_ns: time of the file's last change, so that a changed file is read again.
+    """
+    if found is _WIKI:
+        return found if is_dump(head_of(path)) else None
+    with path.open("rb") as file:
+        head = file.read(HEAD_BYTES)
+    if (suffix := path.suffix.lower()) in _EXPORT_SUFFIXES and is_chats(head, suffix):
+        return _CHATS
+    # The names of the files in a Maildir folder end in flags, as in "1614592800.M1.host:2,S".
+    return _MAIL if path.parent.name in ("cur", "new") and is_mail(head) else None
