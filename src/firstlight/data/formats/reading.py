@@ -35,7 +35,9 @@ from firstlight.hardware.environment import usable_cpus
 #: Version of the readers. It is increased when any of them returns different text.
 _VERSION = 2
 #: Limits for a file: memory in bytes, CPU time in seconds, and CPU time for each further MB.
-_MEMORY, _SECONDS, _SECONDS_PER_MB = 300 << 20, 2, 4
+_MEMORY = 300 << 20
+_SECONDS = 2
+_SECONDS_PER_MB = 4
 #: Maximum number of files left out that a message names.
 _SHOWN = 3
 #: Numbers the parts of a document, in the place of its last part: "pages 1 to 12", "chapter 3".
