@@ -164,7 +164,7 @@ def test_unread_files_are_counted_by_suffix_once(
         "pipe": 1,
     }
     assert unread_files(["a.txt"]) == []
-    assert listed(counts) == "2 .ppt, 1 without a suffix, 1 .png, 1 .tar.gz"
+    assert listed(counts) == "2 .ppt, 1 without a suffix, 1 .png, 1 .tar.zst"
 
 
 def test_listed_files_have_one_command_per_type_for_three_types() -> None:

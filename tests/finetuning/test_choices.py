@@ -646,7 +646,7 @@ def test_fine_tuning_on_gpu_with_slow_kernel_launches_fills_budget() -> None:
 )
 def test_fine_tuning_learning_rate_of_young_models_on_text(width: int, rate: float) -> None:
     def found(**options: Any) -> float:
-        return defaults.finetuning_rate("adamw", width, **({"given": {}, "text": True} | options))
+        return defaults.finetuning_rate("adamw", width, **{"given": {}, "text": True, **options})
 
     assert found(adapters=False, young=True) == rate
     assert found(adapters=True, young=True) == pytest.approx(3 * found(adapters=True), rel=0.05)

@@ -115,7 +115,7 @@ REASONS = {
     "broken_json": "not a valid JSON line",
     "no_text": "no text in the text field",
     "empty": "empty or only whitespace",
-    "unreadable": "a document that can't be read",
+    "unreadable": "unreadable",
     "too_long": "larger than the limit for a document",
     "duplicate": "a duplicate of an earlier document",
 }

@@ -6,7 +6,9 @@ import io
 import stat
 import tarfile
 import zipfile
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,7 +18,7 @@ from firstlight.data.formats.archives import read
 _MAIL = "From: a@b.org\nSubject: c\n\nA mail.\n"
 
 
-def _zip(path: Path, members: dict[str, bytes | str]) -> Path:
+def _zip(path: Path, members: Mapping[str, Any]) -> Path:
     with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
         for name, content in members.items():
             archive.writestr(name, content)
@@ -24,7 +26,8 @@ def _zip(path: Path, members: dict[str, bytes | str]) -> Path:
 
 
 def _tar(path: Path, members: list[tuple[str, bytes, bytes]]) -> Path:
-    with tarfile.open(path, "w:" + path.suffix[1:].replace("tar", "")) as archive:
+    mode: Any = "w:" + path.suffix[1:].replace("tar", "")
+    with tarfile.open(path, mode) as archive:
         for name, kind, content in members:
             entry = tarfile.TarInfo(name)
             entry.type, entry.size, entry.linkname = kind, len(content), "target"

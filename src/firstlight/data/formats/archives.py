@@ -15,7 +15,7 @@ import zipfile
 import zlib
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
-from typing import IO, NamedTuple
+from typing import IO, Any, NamedTuple, cast
 
 from firstlight.data.formats import UnreadableDocument
 from firstlight.data.opening import require_unpacked_size
@@ -101,7 +101,7 @@ def _members(path: Path) -> Iterator[_Member]:
     with tarfile.open(path) as tar:
         for member in tar:
             # Names of files in the archive are kept only while their contents are read.
-            tar.members.clear()
+            cast(Any, tar).members.clear()
             if not member.isdir():
                 problem = "" if member.isfile() else "a link" if member.islnk() else "a device"
                 problem = "a link" if member.issym() else problem

@@ -19,7 +19,6 @@ from email.message import EmailMessage
 from email.utils import parsedate_to_datetime
 from itertools import islice
 from pathlib import Path
-from typing import cast
 
 from firstlight.data.formats import UnreadableDocument
 from firstlight.errors import MissingDependencyError
@@ -110,7 +109,7 @@ def _document(place: str, content: bytes, seen: set[int]) -> tuple[str, str]:
     """
     lead = f"{place}: " if place else ""
     try:
-        mail = cast(EmailMessage, email.message_from_bytes(content, policy=email.policy.default))
+        mail = email.message_from_bytes(content, policy=email.policy.default)
         if sum(1 for _ in islice(mail.walk(), _MOST_PARTS + 1)) > _MOST_PARTS:
             return f"{lead}the mail has more than {_MOST_PARTS:,} parts", ""
         body = _without_repeats(_body(mail), seen)
