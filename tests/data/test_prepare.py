@@ -181,11 +181,11 @@ def test_prepare_files_of_other_types_are_counted_and_listed(tmp_path: Path) -> 
     folder = tmp_path / "texts"
     (folder / "pictures").mkdir(parents=True)
     (folder / "a.txt").write_text("some text", encoding="utf-8")
-    others = [folder / "b.PDF", folder / "c.pdf", folder / "pictures" / "d"]
+    others = [folder / "b.PPT", folder / "c.ppt", folder / "pictures" / "d"]
     for file in others:
         file.write_bytes(bytes(range(32)))
     manifest = prepare([folder], TOKENIZER, tmp_path / "out", val_fraction=0)
-    assert manifest["unread_files"] == {".pdf": 2, "": 1}
+    assert manifest["unread_files"] == {".ppt": 2, "": 1}
     listed = (tmp_path / "out" / "unread.txt").read_text(encoding="utf-8")
     lines = [line.split("\t") for line in listed.splitlines()]
     assert [path for path, _ in lines] == [str(file) for file in others]

@@ -129,9 +129,6 @@ _ANSWERS = {
     "talk.pptx": " is a presentation: save it as PDF, and use that ",
     "letter.odt": ": it is not an OpenDocument text: exclude it",
     "novel.epub": ": its list of contents is missing: replace it",
-    "texts.zip": " is a ZIP archive: unpack it with unzip texts.zip -d texts, and use that ",
-    "texts.tar": " is a tar archive: unpack it with mkdir texts && tar -xf texts.tar -C texts, ",
-    "texts.tar.gz": " is a tar archive: unpack it with mkdir texts && tar -xf texts.tar.gz -C ",
     "numbers.npy.gz": " is a compressed file: unpack it with gzip -dc < numbers.npy.gz > numbers",
     "numbers.bz2": " is a compressed file: unpack it with bzip2 -dc < numbers.bz2 > numbers (",
     "paper.v2.pdf": ": its pages are images without text: recognise it with ocrmypdf IN OUT",
@@ -153,6 +150,7 @@ _ANSWERS = {
     "unmarked.txt": ":1: the file is UTF-16LE: convert it with iconv -f UTF-16LE -t utf-8 ",
     "blank.txt": ":1: empty or only whitespace",
 }
+_ARCHIVES = ("texts.zip", "texts.tar", "texts.tar.gz")
 
 
 @pytest.fixture
@@ -205,7 +203,7 @@ def test_prepare_folder_with_one_bad_file_keeps_the_rest(
     manifest = json.loads(capfd.readouterr().out)
     read = {"chats_json", "chat_json", "pairs_json", "texts_json", "lines_json"}
     read |= {"chats_jsonl", "pairs_jsonl", "table_csv"}
-    assert manifest["documents"]["written"] == len(read) + 3
+    assert manifest["documents"]["written"] == len(read) + 3 + len(_ARCHIVES)
     rejected = [json.loads(line) for line in Path("o/rejected.jsonl").read_text().splitlines()]
     why = {Path(one["file"]).name: one["reason"] for one in rejected}
     assert why["letter_docx.md"] == why["paper_pdf.md"] == why["random_bin.md"] == "binary"
@@ -214,18 +212,24 @@ def test_prepare_folder_with_one_bad_file_keeps_the_rest(
     assert [why[name] for name in documents] == ["unreadable"] * 5
     assert why["chats.jsonl"] == why["pairs.jsonl"] == "conversation"
     assert sum(manifest["unread_files"].values()) == sum(
-        not name.endswith((".txt", ".jsonl", ".csv")) and name not in documents for name in files
+        not name.endswith((".txt", ".jsonl", ".csv")) and name not in (*documents, *_ARCHIVES)
+        for name in files
     )
 
 
-def test_prepare_archive_advice_gives_readable_folder(
-    place: Path, capfd: pytest.CaptureFixture[str], files: dict[str, bytes]
+@pytest.mark.parametrize("name", _ARCHIVES)
+def test_prepare_archive_is_read_like_its_text(
+    place: Path, capfd: pytest.CaptureFixture[str], files: dict[str, bytes], name: str
 ) -> None:
-    Path("my texts.tar.gz").write_bytes(files["texts.tar.gz"])
-    message = failure(capfd, "prepare", "my texts.tar.gz", "--tokenizer", "tok", "--out", "o")
-    command = message.partition("unpack it with ")[2].rpartition(", and use")[0]
-    subprocess.run(command, shell=True, check=True)
-    assert main(["prepare", "my texts", "--tokenizer", "tok", "--out", "o"]) == 0
+    Path(name).write_bytes(files[name])
+    Path("a.txt").write_text(_ENGLISH)
+    found = []
+    for source in (name, "a.txt"):
+        assert (
+            main(["prepare", source, "--tokenizer", "tok", "--out", source + ".out", "--json"]) == 0
+        )
+        found.append(json.loads(capfd.readouterr().out)["splits"])
+    assert found[0] == found[1]
 
 
 def test_prepare_document_named_txt_is_to_be_renamed(
