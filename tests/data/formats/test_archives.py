@@ -128,3 +128,12 @@ def test_read_damaged_archive_is_rejected(tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_bytes(b"PK\x03\x04 and no more")
     with pytest.raises(UnreadableDocument, match="the archive is damaged: "):
         list(read(tmp_path / name))
+
+
+def test_read_zip_names_package_that_a_member_needs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
+    archive = _zip(tmp_path / "a.zip", {"a.pdf": b"%PDF-1.4\n"})
+    says = "a.pdf, a PDF: pip install 'firstlight[documents]' to read it"
+    assert list(read(archive)) == [(says, "")]

@@ -118,6 +118,9 @@ def _documents(file: Path) -> Iterator[tuple[str, str]]:
     # The reader is called directly, because this process already has limits.
     try:
         if (found := format_of(file)) is not None:
+            if not found.is_installed:
+                yield f"a {found.name}: pip install 'firstlight[documents]' to read it", ""
+                return
             yield from importlib.import_module(found.module).read(file)
             return
         for record in read_documents(find_sources([file])):

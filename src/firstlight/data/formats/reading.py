@@ -24,7 +24,7 @@ from rich.progress import TextColumn
 
 from firstlight.console import counted, progress_bar
 from firstlight.data.formats import UnreadableDocument
-from firstlight.data.formats.registry import format_of
+from firstlight.data.formats.registry import format_of, installed_packages
 from firstlight.data.opening import require_unpacked_size
 from firstlight.errors import InputError, describe_read_error, first_line
 from firstlight.files.atomic import read_json, storage_errors
@@ -159,8 +159,10 @@ def _cache_file(path: Path, suffix: str) -> Path:
         found = path.stat()
     except OSError as error:
         raise InputError(f"{path} can't be read: {describe_read_error(error)}") from error
-    # Programs can set the mtime, but not the ctime.
-    mark = (str(path.resolve()), found.st_ino, found.st_size, found.st_ctime_ns, _VERSION)
+    # Programs can set the mtime, but not the ctime. What is read of mails and archives also depends
+    # on the installed packages.
+    file = (str(path.resolve()), found.st_ino, found.st_size, found.st_ctime_ns)
+    mark = (*file, _VERSION, installed_packages())
     key = hashlib.blake2b(repr(mark).encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
     return cache_folder() / "documents" / key[:2] / (key + suffix)
 

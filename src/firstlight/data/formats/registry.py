@@ -61,6 +61,11 @@ FORMATS: dict[str, Format] = {
 }
 
 
+def installed_packages() -> tuple[bool, ...]:
+    """Return for each format whether its packages are installed."""
+    return tuple(one.is_installed for one in dict.fromkeys(FORMATS.values()))
+
+
 def format_of(path: Path) -> Format | None:
     """Return the format of a file by its suffix or, for exports of chats, mails without a suffix
     and MediaWiki dumps, by its first bytes. Return None for any other file.
