@@ -1,5 +1,4 @@
-"""Word documents: the text without deleted or hidden passages, and each footnote once, at the end.
-"""
+"""Word documents: the text without deleted or hidden parts, and each footnote once, at the end."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from firstlight.data.formats import UnreadableDocument
 #: Maximum unpacked size in bytes of a file in a package.
 _MOST_BYTES = 100_000_000
 #: Indentation of a line: a tab or at least two spaces.
-_INDENT = re.compile(r"(?:\t|[ \xa0]{2})[ \t\xa0]*")
+_INDENT = re.compile(r"(?:\t|  )[ \t]*")
 #: Names of styles for paragraphs of code.
 CODE_STYLE = re.compile(r"(?i)preformatted|code|verbatim|listing|plain.?text")
 
@@ -64,13 +64,12 @@ class Paragraphs:
         if is_code:
             text = text.strip("\n").rstrip()
         else:
-            lines = text.split("\n")
-            indents = [_INDENT.match(line) if self._is_typed else None for line in lines]
-            text = "\n".join(
-                ((indent[0].replace("\xa0", " ") if indent else "") + " ".join(line.split())).rstrip()
-                for indent, line in zip(indents, lines, strict=True)
-            )
-            text = self._mark + text.strip() if self._mark else text.strip("\n").rstrip()
+            lines = []
+            for line in text.split("\n"):
+                indent = _INDENT.match(line) if self._is_typed else None
+                lines.append(((indent[0] if indent else "") + " ".join(line.split())).rstrip())
+            text = "\n".join(lines).strip("\n")
+            text = self._mark + text.strip() if self._mark else text
         self._append(text, is_line=bool(self._mark), is_code=is_code)
         self._mark = ""
 

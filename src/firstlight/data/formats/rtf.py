@@ -7,7 +7,6 @@ group around it, and may be a destination such as a table of fonts, whose conten
 
 from __future__ import annotations
 
-import codecs
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -37,7 +36,8 @@ _CHARACTERS = dict(
         strict=True,
     )
 )
-_ENDS = frozenset("par sect page nestrow \n \r".split(" "))
+_ENDS = ("par", "sect", "page", "nestrow", "\n", "\r")
+_TABLES = ("cell", "row", "trowd", "intbl", "pard")
 #: Encodings by the number of a font's character set.
 _CHARSETS = dict(
     pair.split("=")
@@ -132,7 +132,10 @@ class _Document:
     def _flush(self) -> None:
         if self._bytes:
             name = self._fonts.get(self._group.font or self._font, self._encoding)
-            self._add(self._bytes.decode(name, "replace"))
+            try:
+                self._add(self._bytes.decode(name, "replace"))
+            except LookupError:  # The document names a code page that does not exist.
+                self._add(self._bytes.decode("cp1252", "replace"))
             self._bytes.clear()
 
     def _add(self, text: str) -> None:
@@ -161,7 +164,7 @@ class _Document:
             self._skipped = group.replaced
         elif word in _ENDS:
             self._end_paragraph()
-        elif word in ("cell", "row", "trowd", "intbl", "pard"):
+        elif word in _TABLES and not self._outer:
             self._table(word)
         else:
             self._property(word, number)
@@ -178,29 +181,20 @@ class _Document:
             self._group = group._replace(replaced=int(number or 1))
         elif word == "deff":
             self._font = number
-        elif word in ("fcharset", "cpg", "ansicpg", *_ENCODINGS):
-            name = _CHARSETS.get(number) if word == "fcharset" else _ENCODINGS.get(word)
-            if name is None and word != "fcharset":
-                name = _known(number)
-            if name is not None and group.kind == "fonts":
-                self._fonts[group.font] = name
-            elif name is not None:
-                self._encoding = name
+        elif word == "fcharset" and number in _CHARSETS:
+            self._fonts[group.font] = _CHARSETS[number]
+        elif word in ("ansicpg", *_ENCODINGS):
+            self._encoding = _ENCODINGS.get(word, f"cp{number}")
 
     def _table(self, word: str) -> None:
-        if word == "cell" and self._outer:
-            self._open.add("\t")
-        elif word == "cell":
+        if word == "cell":
             self._cells.append(self._open)
             self._open = Paragraphs(is_typed=True)
         elif word == "row":
-            self._end_row()
+            self._begin("row")
+            self._body.add_cells(self._cells)
+            self._cells = []
         self._is_in_table = word in ("cell", "trowd", "intbl")
-
-    def _end_row(self) -> None:
-        self._begin("row")
-        self._body.add_cells(self._cells)
-        self._cells = []
 
     def _begin(self, kind: str) -> None:
         """Let a blank line follow what comes before, unless both are items, or rows of a table."""
@@ -213,7 +207,7 @@ class _Document:
             self._open.end()
             return
         if self._cells:
-            self._end_row()
+            self._table("row")
         self._begin("item" if self._is_item else "")
         self._body.add_all(self._open)
         self._open, self._is_item = Paragraphs(is_typed=True), False
@@ -238,11 +232,3 @@ class _Document:
             is_number = any(character.isalnum() for character in label)
             self._open.mark(f"{label} " if is_number else "- ")
             self._is_item = True
-
-
-def _known(code_page: str) -> str | None:
-    """Return the name of the encoding of a code page, or None if it is unknown."""
-    try:
-        return codecs.lookup(f"cp{code_page}").name
-    except LookupError:
-        return None
