@@ -18,6 +18,8 @@ _MOST_BYTES = 100_000_000
 _INDENT = re.compile(r"(?:\t|  )[ \t]*")
 #: Names of styles for paragraphs of code.
 CODE_STYLE = re.compile(r"(?i)preformatted|code|verbatim|listing|plain.?text")
+#: Soft hyphens, and other characters of no width that only allow or forbid a line break.
+_INVISIBLE = dict.fromkeys(map(ord, "\xad\u200b\u2060\ufeff"))
 
 
 class Paragraphs:
@@ -42,6 +44,7 @@ class Paragraphs:
         """Append text to the current paragraph. White space in it counts as one space, except at
         the beginning of a line that a person typed."""
         if text:
+            text = text.translate(_INVISIBLE)
             self._parts.append(text if self._is_typed else re.sub(r"\s+", " ", text))
 
     def add_break(self) -> None:
@@ -96,7 +99,7 @@ class Paragraphs:
         """Append a row of a table as a line, or as its paragraphs if only one of its cells has
         text, because such tables only arrange text on a page."""
         filled = [cell for cell in cells if cell.text()]
-        if len(filled) == 1 and len(filled[0]._blocks) > 1:
+        if len(filled) == 1 and filled[0].count() > 1:
             self.end_group()
             self.add_all(filled[0])
             self.end_group()
@@ -122,6 +125,11 @@ class Paragraphs:
             part for text, is_line in self._blocks for part in (text, "\n" if is_line else "\n\n")
         ]
         return "".join(parts[:-1])
+
+    def count(self) -> int:
+        """Return the number of paragraphs."""
+        self.end()
+        return len(self._blocks)
 
     def line(self) -> str:
         """Return the text of all paragraphs as one line, for a cell of a table."""

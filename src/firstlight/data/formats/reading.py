@@ -26,14 +26,18 @@ from firstlight.console import counted, progress_bar
 from firstlight.data.formats import UnreadableDocument
 from firstlight.data.formats.registry import format_of, installed_packages
 from firstlight.data.opening import require_unpacked_size
-from firstlight.errors import InputError, describe_read_error, first_line
+from firstlight.errors import (
+    InputError,
+    describe_read_error,
+    first_line,
+)
 from firstlight.files.atomic import read_json, storage_errors
 from firstlight.files.cache import cache_folder
 from firstlight.files.limits import LimitedProcess, LimitExceededError
 from firstlight.hardware.environment import usable_cpus
 
 #: Version of the readers. It is increased when any of them returns different text.
-_VERSION = 2
+_VERSION = 3
 #: Limits for a file: memory in bytes, CPU time in seconds, and CPU time for each further MB.
 _MEMORY = 300 << 20
 _SECONDS = 2
@@ -79,7 +83,7 @@ def read_all(paths: Sequence[Path | None], *, progress: bool = False) -> list[st
         progress: True to show a progress bar on stderr.
 
     Raises:
-        InputError: a file can't be read.
+        InputError: a file can't be read, or an installed package can't be imported.
         StorageError: the cache can't be written.
     """
     documents = [path for path in paths if path is not None and format_of(path) is not None]
@@ -118,39 +122,42 @@ def read_all(paths: Sequence[Path | None], *, progress: bool = False) -> list[st
             for process in processes:
                 process.close()
     line = _described(documents)
-    # If nothing else can be read either, an error names the first file.
-    is_alone = len(documents) == len(paths) and line.startswith("read no")
+    # If the only file can't be read, an error names it.
+    is_alone = len(paths) == 1 and line.startswith("read no")
     return [line] if line and not is_alone else []
 
 
 def _described(paths: Sequence[Path]) -> str:
     """Return the message about documents that were read, or "" if there are none."""
     files: Counter[str] = Counter()
-    parts: dict[str, Counter[str]] = {}
-    problems = []
+    parts: Counter[str] = Counter()
+    units: dict[str, str] = {}
+    problems: list[str] = []
+    left_out = 0
     for path in paths:
         found, summary = format_of(path), _cached(path)
         if found is None or summary is None:  # The file was changed since it was read.
             continue
-        if summary["problem"]:
-            problems.append(f"{path}: {summary['problem']}")
-        elif not summary["bytes"]:
-            problems.append(f"{path}: none of its parts can be read")
+        left_out += summary["left_out"]
+        problems += [f"{path}: {one}" for one in summary["problems"]]
         if not summary["bytes"]:
             continue
         files[found.name] += 1
-        if (last := _LAST_PART.match(summary["last"])) is not None:
-            parts.setdefault(found.name, Counter())[last[1]] += int(last[2].replace(",", ""))
+        # A mail that is a file of its own counts like a mail in an mbox file.
+        last = _LAST_PART.match(summary["last"])
+        parts[found.name] += int(last[2].replace(",", "")) if last else summary["documents"]
+        if last:
+            units[found.name] = last[1]
     if not files and not problems:
         return ""
     named = []
     for name, count in files.items():
-        inner = ", ".join(counted(total, unit) for unit, total in parts.get(name, {}).items())
-        named.append(counted(count, name) + (f" ({inner})" if inner else ""))
+        inner = f" ({counted(parts[name], units[name])})" if name in units else ""
+        named.append(f"{counted(count, name)}{inner}")
     line = f"read {', '.join(named) or 'no documents'}"
     if problems:
-        more = "; ..." if len(problems) > _SHOWN else ""
-        line += f"; left out {len(problems):,}: {'; '.join(problems[:_SHOWN])}{more}"
+        more = "; ..." if left_out > _SHOWN else ""
+        line += f"; left out {left_out:,}: {'; '.join(problems[:_SHOWN])}{more}"
     return line
 
 
@@ -181,8 +188,20 @@ def _cached(path: Path) -> dict[str, Any] | None:
 
 
 def _process(paths: Sequence[Path]) -> LimitedProcess:
-    """Create a process that reads files of the same formats as `paths`."""
+    """Create a process that reads files of the same formats as `paths`.
+
+    Raises:
+        InputError: an installed package can't be imported.
+    """
     formats = {format_of(path): None for path in paths}
+    for package in (name for one in formats if one for name in one.packages):
+        try:
+            importlib.import_module(package)
+        except ImportError as error:
+            raise InputError(
+                f"{package} can't be imported ({first_line(error)}): reinstall it with pip install "
+                f"--force-reinstall {package}"
+            ) from error
     names = [module for one in formats if one for module in (*one.packages, one.module)]
     return LimitedProcess(f"{__name__}:reader", (names,), memory=_MEMORY)
 
@@ -207,6 +226,7 @@ def _read(path: Path, process: LimitedProcess, stopped: Event | None = None) -> 
                 raise
             problem = f"reading it takes {error}: it may be damaged, so export it again"
             summary = {"problem": problem, "documents": 0, "bytes": 0, "last": "", "stored": 0}
+            summary |= {"problems": [problem], "left_out": 1}
         finally:
             partial.unlink(missing_ok=True)
         # Syncing the files in the cache would take longer than reading a short document.
@@ -230,13 +250,17 @@ def reader(modules: Sequence[str]) -> Any:
 def _write_documents(request: tuple[str, str, str]) -> dict[str, Any]:
     module, name, out = request
     path = Path(name)
-    documents = size = 0
+    documents = size = left_out = 0
     problem = last = ""
+    problems: list[str] = []
     with open(out, "w", encoding="utf-8") as file:
         try:
             for place, text in importlib.import_module(module).read(path):
                 text = text.encode("utf-8", "replace").decode("utf-8").replace("\x00", "")
                 documents += 1
+                if not text:
+                    left_out += 1
+                    problems += [place][: _SHOWN - len(problems)]
                 size += len(text.encode("utf-8"))
                 last = place if text else last
                 require_unpacked_size(path, size)
@@ -250,4 +274,14 @@ def _write_documents(request: tuple[str, str, str]) -> dict[str, Any]:
             problem = f"it is damaged ({first_line(error)}): replace it"
     if not documents and not problem:
         problem = "it contains no documents: exclude it"
-    return {"problem": problem, "documents": documents, "bytes": size, "last": last}
+    if problem:
+        left_out += 1
+        problems = [problem, *problems][:_SHOWN]
+    return {
+        "problem": problem,
+        "documents": documents,
+        "bytes": size,
+        "last": last,
+        "left_out": left_out,
+        "problems": problems,
+    }
