@@ -26,7 +26,7 @@ _DROPPED = frozenset(
     "tracked-changes annotation sequence-decls variable-decls user-field-decls forms desc title "
     "binary-data script ruby-text event-listeners".split()
 )
-_PARAGRAPHS = ("p", "h")
+_PARAGRAPHS, _FRAMES = ("p", "h"), ("frame", "text-box", "g")
 #: Maximum number of spaces that one element stands for; a damaged file may have any number.
 _MOST_SPACES = 100
 
@@ -117,7 +117,8 @@ class _Document:
                 self._walk(item, (*lists, name))
             out.end_group()
         else:
-            self._inside(node, lists, is_inside=is_inside or tag in _PARAGRAPHS)
+            is_inside = tag in _PARAGRAPHS or (is_inside and tag not in _FRAMES)
+            self._inside(node, lists, is_inside=is_inside)
 
     def _inside(self, node: Any, lists: tuple[str, ...], *, is_inside: bool) -> None:
         is_paragraph = tag_of(node) in _PARAGRAPHS

@@ -146,7 +146,7 @@ class _Article:
             text = getattr(self, _NODES[kind])(node)
             if marks:
                 text, marks = self._mark(marks) + text.lstrip(), ""
-            elif kind == "Heading" or re.search(r"\n[^\n]|\n\n", text):
+            if kind == "Heading" or re.search(r"\n[^\n]|\n\n", text):
                 self._numbers.clear()
             parts.append(text)
         return "".join(parts)
