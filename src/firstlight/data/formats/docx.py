@@ -188,9 +188,10 @@ class _Lists:
             del self._counts[key]
         self._counts[name, depth] += 1
         level = self._levels.get((name, depth), ())
-        if _value(level, "numFmt") in ("", "bullet", "none"):
+        if _value(level, "numFmt") in ("", "bullet"):
             return "- "
-        return self._label(name, _value(level, "lvlText"))
+        label = self._label(name, _value(level, "lvlText"))
+        return f"{label} " if label else ""
 
     def _label(self, name: str, pattern: str) -> str:
         """Fill in the numbers of a label such as "%1.%2)"."""
@@ -198,10 +199,12 @@ class _Lists:
         def number(found: re.Match[str]) -> str:
             depth = str(int(found[1]) - 1)
             level = self._levels.get((name, depth), ())
+            if _value(level, "numFmt") == "none":
+                return ""
             count = int(_value(level, "start") or 1) + max(self._counts[name, depth], 1) - 1
             return numeral(count, _NUMERALS.get(_value(level, "numFmt"), "1"))
 
-        return re.sub(r"%([1-9])", number, pattern) + " "
+        return re.sub(r"%([1-9])", number, pattern).strip()
 
 
 def _is_hidden(run: Any) -> bool:

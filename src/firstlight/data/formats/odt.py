@@ -109,13 +109,15 @@ class _Document:
         elif tag == "list":
             # A list in a list has the style of the list around it.
             name = attribute(node, "style-name") or (lists[-1] if lists else "")
-            if attribute(node, "continue-numbering") != "true":
+            is_continued = attribute(node, "continue-numbering") == "true"
+            if not is_continued and not attribute(node, "continue-list"):
                 self._counts[name, str(len(lists) + 1)] = 0
             for item in node:
                 if tag_of(item) == "list-item":
                     out.mark(self._mark(item, (*lists, name)))
                 self._walk(item, (*lists, name))
-            out.end_group()
+            if not lists:
+                out.end_group()
         else:
             is_inside = tag in _PARAGRAPHS or (is_inside and tag not in _FRAMES)
             self._inside(node, lists, is_inside=is_inside)
