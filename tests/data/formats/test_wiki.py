@@ -109,7 +109,7 @@ def test_read_truncated_dump_yields_its_articles_and_then_is_rejected(tmp_path: 
     ("markup", "expected"),
     [
         (
-            "It is {{convert|5|km|mi}} from {{lang|fr|la mer}}, {{nowrap|not far}}.",
+            "It is {{unknown|x}} {{convert|5|km|mi}} from {{lang|fr|la mer}}, {{nowrap|not far}}.",
             "It is 5 km from la mer, not far.",
         ),
         (

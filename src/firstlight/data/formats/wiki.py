@@ -131,7 +131,7 @@ class _Article:
 
     def text(self, code: Any) -> str:
         """Return the text of an article, which mwparserfromhell has parsed."""
-        text = "\n".join(line.strip(" \t") for line in self._render(code).split("\n")).strip()
+        text = "\n".join(" ".join(line.split()) for line in self._render(code).split("\n")).strip()
         text = re.sub(r"\n{3,}", "\n\n", "\n\n".join([text, *filter(None, self._notes)]))
         return re.sub(r"\0(\d+)\0", lambda found: self._code[int(found[1])], text)
 
