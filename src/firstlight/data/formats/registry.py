@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
 from firstlight.data.formats.chats import is_chats
-from firstlight.data.formats.mail import is_mail
+from firstlight.data.formats.mail import is_mail, sent
 from firstlight.data.formats.wiki import is_dump
 from firstlight.data.kinds import HEAD_BYTES
 from firstlight.data.opening import head_of
@@ -21,11 +22,15 @@ class Format(NamedTuple):
         name: name of one document, for messages, such as "EPUB".
         module: the module that reads the format, with a function `read` (see `formats`).
         packages: importable names of the optional packages that the module needs.
+        order: function that returns the time by which the files of a folder are ordered, for a
+            format whose documents repeat earlier ones. The module's function `read` then takes a
+            set of what was read before, too.
     """
 
     name: str
     module: str
     packages: tuple[str, ...] = ()
+    order: Callable[[Path], float] | None = None
 
     @property
     def is_installed(self) -> bool:
@@ -35,7 +40,7 @@ class Format(NamedTuple):
 
 _ROOM = "firstlight.data.formats."
 _HTML = Format("web page", _ROOM + "html", ("lxml",))
-_MAIL = Format("mail", _ROOM + "mail")
+_MAIL = Format("mail", _ROOM + "mail", order=sent)
 _CHATS = Format("chat export", _ROOM + "chats")
 _WIKI = Format("MediaWiki dump", _ROOM + "wiki", ("mwparserfromhell",))
 _ARCHIVE = Format("archive", _ROOM + "archives")
@@ -68,16 +73,20 @@ def installed_packages() -> tuple[bool, ...]:
 
 def format_of(path: Path) -> Format | None:
     """Return the format of a file by its suffix or, for exports of chats, mails without a suffix
-    and MediaWiki dumps, by its first bytes. Return None for any other file.
+    and MediaWiki dumps, by its first bytes. Return None for any other file and for a pipe.
 
     Raises:
         OSError, EOFError: the file can't be read.
     """
     name = path.name.lower()
     found = next((one for suffix, one in FORMATS.items() if name.endswith(suffix)), None)
-    is_listed = path.parent.name in ("cur", "new")
-    if found is not _WIKI and (found or not (name.endswith(_EXPORT_SUFFIXES) or is_listed)):
+    # The names of the files in a Maildir folder end in flags, as in "1614592800.M1.host:2,S".
+    # Thunderbird's mbox files have no suffix.
+    may_be_mail = path.suffix == "" or path.parent.name in ("cur", "new")
+    if found is not _WIKI and (found or not (name.endswith(_EXPORT_SUFFIXES) or may_be_mail)):
         return found
+    if not path.is_file():
+        return None
     # Callers ask once for each document in a file.
     return _format_of_content(path, found, path.stat().st_mtime_ns)
 
@@ -97,5 +106,4 @@ def _format_of_content(path: Path, found: Format | None, changed_ns: int) -> For
         head = file.read(HEAD_BYTES)
     if (suffix := path.suffix.lower()) in _EXPORT_SUFFIXES and is_chats(head, suffix):
         return _CHATS
-    # The names of the files in a Maildir folder end in flags, as in "1614592800.M1.host:2,S".
-    return _MAIL if path.parent.name in ("cur", "new") and is_mail(head) else None
+    return _MAIL if suffix not in _EXPORT_SUFFIXES and is_mail(head) else None
