@@ -16,6 +16,8 @@ from firstlight.data.formats import UnreadableDocument
 
 #: Maximum unpacked size in bytes of a file in a package.
 _MOST_BYTES = 100_000_000
+#: Soft hyphens, and other characters of no width that only allow or forbid a line break.
+_INVISIBLE = dict.fromkeys(map(ord, "\xad\u200b\u2060\ufeff"))
 
 
 class Paragraphs:
@@ -30,7 +32,7 @@ class Paragraphs:
     def add(self, text: str | None) -> None:
         """Append text to the current paragraph. White space in it counts as one space."""
         if text:
-            self._parts.append(re.sub(r"\s+", " ", text))
+            self._parts.append(re.sub(r"\s+", " ", text.translate(_INVISIBLE)))
 
     def add_break(self) -> None:
         """Begin a new line in the current paragraph."""
@@ -75,6 +77,11 @@ class Paragraphs:
             part for text, is_line in self._blocks for part in (text, "\n" if is_line else "\n\n")
         ]
         return "".join(parts[:-1])
+
+    def count(self) -> int:
+        """Return the number of paragraphs."""
+        self.end()
+        return len(self._blocks)
 
     def line(self) -> str:
         """Return the text of all paragraphs as one line, for a cell of a table."""
