@@ -38,9 +38,8 @@ _ASSISTANT_SIGNS = rb'"mapping":\s*\{|"chat_messages":\s*\['
 #: Patterns that occur in the first bytes of a JSON file: of Telegram, Discord (DiscordChatExporter
 #: and a data package), Slack, ChatGPT and Claude. Discord's data package was a table before.
 _JSON_SIGNS = (
-    TELEGRAM_SIGN
-    + rb'|^\W*"guild":\s*\{|"Timestamp":\s*"[^"]*",\s*"Contents":|"type":\s*"message"[^}]*"ts":\s*"\d'
-    rb'|"ts":\s*"\d[^}]*"type":\s*"message"|' + _ASSISTANT_SIGNS
+    TELEGRAM_SIGN + rb'|^\W*"guild":\s*\{|"Timestamp":\s*"[^"]*",\s*"Contents":'
+    rb'|"type":\s*"message"[^}]*"ts":\s*"\d|"ts":\s*"\d[^}]*"type":\s*"message"|' + _ASSISTANT_SIGNS
 )
 _CSV_SIGN = rb"^(?:\xef\xbb\xbf)?ID,Timestamp,Contents,Attachments"
 #: First line of a WhatsApp message. Its date and time depend on the language and on the phone:
@@ -195,7 +194,7 @@ def _chatgpt(conversation: dict[str, Any]) -> tuple[str, list[Message]]:
             message.get("metadata") or {}
         ).get("is_visually_hidden_from_conversation")
         if is_shown and content.get("content_type") in ("text", "multimodal_text"):
-            # What was spoken is a part of the type audio_transcription, the other objects are files.
+            # The transcription of speech is an object with a text. The other objects are files.
             parts = content.get("parts") or []
             texts = (part.get("text") if isinstance(part, dict) else part for part in parts)
             text = _CITATION.sub("", "\n".join(filter(None, texts))).strip()

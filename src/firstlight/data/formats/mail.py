@@ -90,7 +90,7 @@ def sent(path: Path) -> float:
 def _sent(head: bytes) -> float:
     date = re.search(rb"(?mi)^(?:date:(.*)|\r?$)", head)
     try:
-        return parsedate_to_datetime((date and date[1] or b"").decode("ascii")).timestamp()
+        return parsedate_to_datetime(str((date and date[1]) or b"", "ascii")).timestamp()
     except (TypeError, ValueError, OverflowError):
         return 0.0
 
@@ -129,15 +129,15 @@ def read(path: Path, seen: set[int] | None = None) -> Iterator[tuple[str, str]]:
 def _mails(file: IO[bytes]) -> list[tuple[float, int, int, int]]:
     """Return the time, the number, and the first and last position of each mail in an mbox file."""
     starts = []
-    end = 0
+    position = 0
     before = b""
     for line in file:
         if before and _MBOX.match(before + line):
-            starts.append(end - len(before))
+            starts.append(position - len(before))
         before = line if line.startswith(b"From ") else b""
-        end += len(line)
+        position += len(line)
     mails = []
-    for number, (start, end) in enumerate(itertools.pairwise([*starts, end]), start=1):
+    for number, (start, end) in enumerate(itertools.pairwise([*starts, position]), start=1):
         file.seek(start)
         mails.append((_sent(file.read(min(end - start, _HEAD_BYTES))), number, start, end))
     return mails
