@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import sys
 import zipfile
 from pathlib import Path
 from threading import Event
@@ -54,6 +55,34 @@ def test_read_all_counts_documents_and_names_those_left_out(tmp_path: Path) -> N
     [line] = reading.read_all([*paths, tmp_path / "p.html", plain, None])
     assert line.startswith(f"read 3 notebooks; left out 1: {tmp_path}/p.html: the page has no text")
     assert reading.read_all([plain]) == []
+
+
+def test_read_all_counts_mails_and_what_is_left_out_of_a_file(tmp_path: Path) -> None:
+    mails = tmp_path / "a.mbox"
+    parts = "Content-Type: multipart/mixed; boundary=b\n\n" + "--b\n\n\n" * 1001
+    one = "From a Mon Mar  1 10:00:00 2021\nFrom: a\n\nHello\n\n"
+    mails.write_text(f"{one}From b Mon Mar  1 11:00:00 2021\nFrom: b\n{parts}\n\n{one}")
+    (tmp_path / "b.eml").write_text("From: c\nDate: Mon, 1 Mar 2021 10:00:00 +0000\n\nHi\n")
+    (tmp_path / "c.ipynb").write_text("no JSON")
+    [line] = reading.read_all([mails, tmp_path / "b.eml", tmp_path / "c.ipynb"])
+    start, found, problems = line.partition("; left out 2: ")
+    assert (start, bool(found)) == ("read 2 mails (4 messages)", True)
+    assert problems == (
+        f"{mails}: message 2: the mail has more than 1,000 parts; {tmp_path}/c.ipynb: it is not a "
+        "notebook, or is damaged: replace it"
+    )
+
+
+def test_package_that_cannot_be_imported_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken/lxml.py").write_text("raise ImportError('libxslt is missing')")
+    (tmp_path / "p.html").write_text("<p>text</p>")
+    monkeypatch.syspath_prepend(tmp_path / "broken")
+    monkeypatch.delitem(sys.modules, "lxml", raising=False)
+    with pytest.raises(InputError, match="lxml can't be imported \\(libxslt is missing\\): reinst"):
+        reading.read_all([tmp_path / "p.html"])
 
 
 def test_only_changed_files_are_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -34,7 +34,7 @@ from firstlight.files.limits import LimitedProcess, LimitExceededError
 from firstlight.hardware.environment import usable_cpus
 
 #: Version of the readers. It is increased when any of them returns different text.
-_VERSION = 2
+_VERSION = 3
 #: Limits for a file: memory in bytes, CPU time in seconds, and CPU time for each further MB.
 _MEMORY = 300 << 20
 _SECONDS = 2
@@ -80,7 +80,7 @@ def read_all(paths: Sequence[Path | None], *, progress: bool = False) -> list[st
         progress: True to show a progress bar on stderr.
 
     Raises:
-        InputError: a file can't be read.
+        InputError: a file can't be read, or an installed package can't be imported.
         StorageError: the cache can't be written.
     """
     documents = [path for path in paths if path is not None and format_of(path) is not None]
@@ -124,8 +124,8 @@ def read_all(paths: Sequence[Path | None], *, progress: bool = False) -> list[st
             for process in processes:
                 process.close()
     line = _described(documents)
-    # If nothing else can be read either, an error names the first file.
-    is_alone = len(documents) == len(paths) and line.startswith("read no")
+    # If the only file can't be read, an error names it.
+    is_alone = len(paths) == 1 and line.startswith("read no")
     return [line] if line and not is_alone else []
 
 
@@ -150,32 +150,40 @@ def _unread_groups(paths: Iterable[Path]) -> list[tuple[str, list[Path]]]:
 def _described(paths: Sequence[Path]) -> str:
     """Return the message about documents that were read, or "" if there are none."""
     files: Counter[str] = Counter()
-    parts: dict[str, Counter[str]] = {}
-    problems = []
+    parts: Counter[str] = Counter()
+    units: dict[str, str] = {}
+    problems: list[str] = []
+    left_out = 0
     for path in paths:
         found, summary = format_of(path), _cached(path)
         if found is None or summary is None:  # The file was changed since it was read.
             continue
-        if summary["problem"]:
-            problems.append(f"{path}: {summary['problem']}")
-        elif not summary["bytes"]:
-            problems.append(f"{path}: none of its parts can be read")
+        left_out += summary["left_out"]
+        problems += [f"{path}: {one}" for one in summary["problems"]]
         if not summary["bytes"]:
             continue
         files[found.name] += 1
+        # A mail that is a file of its own counts like a mail in an mbox file.
+        parts[found.name] += _part_number(summary["last"]) or summary["documents"]
         if (last := _LAST_PART.match(summary["last"])) is not None:
-            parts.setdefault(found.name, Counter())[last[1]] += int(last[2].replace(",", ""))
+            units[found.name] = last[1]
     if not files and not problems:
         return ""
     named = []
     for name, count in files.items():
-        inner = ", ".join(counted(total, unit) for unit, total in parts.get(name, {}).items())
-        named.append(counted(count, name) + (f" ({inner})" if inner else ""))
+        inner = f" ({counted(parts[name], units[name])})" if name in units else ""
+        named.append(f"{counted(count, name)}{inner}")
     line = f"read {', '.join(named) or 'no documents'}"
     if problems:
-        more = "; ..." if len(problems) > _SHOWN else ""
-        line += f"; left out {len(problems):,}: {'; '.join(problems[:_SHOWN])}{more}"
+        more = "; ..." if left_out > _SHOWN else ""
+        line += f"; left out {left_out:,}: {'; '.join(problems[:_SHOWN])}{more}"
     return line
+
+
+def _part_number(place: str) -> int:
+    """Return the number of the part in the place of a document; 0 if it is not numbered."""
+    found = _LAST_PART.match(place)
+    return int(found[2].replace(",", "")) if found else 0
 
 
 def _cache_file(path: Path, suffix: str) -> Path:
@@ -210,8 +218,20 @@ def _cached(path: Path) -> dict[str, Any] | None:
 
 
 def _process(paths: Sequence[Path]) -> LimitedProcess:
-    """Create a process that reads files of the same formats as `paths`."""
+    """Create a process that reads files of the same formats as `paths`.
+
+    Raises:
+        InputError: an installed package can't be imported.
+    """
     formats = {format_of(path): None for path in paths}
+    for package in (name for one in formats if one for name in one.packages):
+        try:
+            importlib.import_module(package)
+        except ImportError as error:
+            raise InputError(
+                f"{package} can't be imported ({first_line(error)}): reinstall it with pip install "
+                f"--force-reinstall {package}"
+            ) from error
     names = [module for one in formats if one for module in (*one.packages, one.module)]
     return LimitedProcess(f"{__name__}:reader", (names,), memory=_MEMORY)
 
@@ -243,7 +263,7 @@ def _read(
                 raise
             problem = f"reading it takes {error}: it may be damaged, so export it again"
             summary = {"problem": problem, "documents": 0, "bytes": 0, "last": "", "stored": 0}
-            summary["group"] = group
+            summary |= {"problems": [problem], "left_out": 1, "group": group}
         finally:
             partial.unlink(missing_ok=True)
         # Syncing the files in the cache would take longer than reading a short document.
@@ -273,16 +293,21 @@ def _seen_in(group: str) -> set[int]:
 def _write_documents(request: tuple[str, str, str, str]) -> dict[str, Any]:
     module, name, out, group = request
     path = Path(name)
-    documents = size = 0
+    documents = size = left_out = 0
     problem = last = ""
+    problems: list[str] = []
     with open(out, "w", encoding="utf-8") as file:
         try:
             read = importlib.import_module(module).read
             for place, text in read(path, _seen_in(group)) if group else read(path):
                 text = text.encode("utf-8", "replace").decode("utf-8").replace("\x00", "")
                 documents += 1
+                if not text:
+                    left_out += 1
+                    problems += [place][: _SHOWN - len(problems)]
                 size += len(text.encode("utf-8"))
-                last = place if text else last
+                # The mails in an mbox file are ordered by date, and not by their numbers.
+                last = max(last, place, key=_part_number) if text else last
                 require_unpacked_size(path, size)
                 file.write(json.dumps([place, text], ensure_ascii=False) + "\n")
         except MemoryError:
@@ -294,4 +319,14 @@ def _write_documents(request: tuple[str, str, str, str]) -> dict[str, Any]:
             problem = f"it is damaged ({first_line(error)}): replace it"
     if not documents and not problem:
         problem = "it contains no documents: exclude it"
-    return {"problem": problem, "documents": documents, "bytes": size, "last": last}
+    if problem:
+        left_out += 1
+        problems = [problem, *problems][:_SHOWN]
+    return {
+        "problem": problem,
+        "documents": documents,
+        "bytes": size,
+        "last": last,
+        "left_out": left_out,
+        "problems": problems,
+    }
