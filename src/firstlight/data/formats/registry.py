@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.util
 from collections.abc import Callable
@@ -101,7 +102,9 @@ def _format_of_content(path: Path, found: Format | None, changed_ns: int) -> For
         changed_ns: time of the file's last change, so that a changed file is read again.
     """
     if found is _WIKI:
-        return found if is_dump(head_of(path)) else None
+        with contextlib.suppress(OSError, EOFError):  # Its text can't be read, either.
+            return found if is_dump(head_of(path)) else None
+        return None
     with path.open("rb") as file:
         head = file.read(HEAD_BYTES)
     if (suffix := path.suffix.lower()) in _EXPORT_SUFFIXES and is_chats(head, suffix):
