@@ -55,7 +55,7 @@ _LEVEL = re.compile(r"(?i)(?:trace|debug|info|notice|warn(?:ing)?|error|critical
 #: What WhatsApp writes instead of a file or a deleted message, and after a file's caption or an
 #: edited message. It often marks its own words by an invisible character (U+200E).
 _NO_MESSAGE = re.compile(
-    r"\A(?:\u200e.*|null|<[^<>]*(?i:m[eéií]d[iy]|медиа|媒|メディア|미디어)[^<>]*>"
+    r"\A(?:\u200e.*|null|<[^<>]{0,40}(?i:m[eéií]d[iy]|медиа|媒|メディア|미디어)[^<>]{0,40}>"
     r"|(?:IMG|VID|AUD|PTT|STK|DOC)-\d+-WA\d+\.\w+ \([^()\n]+\)"
     r"|.+\.\w{2,4} \((?:file attached|Datei angehängt|archivo adjunto|fichier joint|"
     r"file allegato|arquivo anexado|bestand bijgevoegd)\)"
@@ -64,7 +64,9 @@ _NO_MESSAGE = re.compile(
     r"|Ce message a été supprimé|Vous avez supprimé ce message|Questo messaggio è stato eliminato"
     r"|(?:Mensagem|Essa mensagem foi) apagada|Dit bericht is verwijderd)\.?)(?:\n|\Z)"
 )
-_EDITED = re.compile(r"\s*(?:\u200e<[^<>]+>|<\w+ [^<>]*(?i:edit|bearbeit|modifi|bewerkt)[^<>]*>)\Z")
+_EDITED = re.compile(
+    r"(?:\u200e<[^<>]+>|<\w+ [^<>]{0,40}(?i:edit|bearbeit|modifi|bewerkt)[^<>]{0,40}>)\s*\Z"
+)
 #: References in Slack's messages: <@U123>, <#C123|general>, <!here>, <https://a.org|label>.
 _SLACK_REFERENCE = re.compile(r"<([@#!]?)([^<>|]+)(?:\|([^<>]*))?>")
 #: Slack's messages that are not written by a person have another subtype.
@@ -261,9 +263,9 @@ def _slack_names(path: Path) -> dict[str, str]:
     the folder that contains the folders of the channels."""
     try:
         users = json.loads((path.parent.parent / "users.json").read_bytes())
-    except (OSError, ValueError):
+        profiles = {user["id"]: {**user, **(user.get("profile") or {})} for user in users}
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
         return {}
-    profiles = {user["id"]: {**user, **(user.get("profile") or {})} for user in users}
     keys = ("display_name", "real_name", "name")
     return {key: next((one[k] for k in keys if one.get(k)), key) for key, one in profiles.items()}
 
