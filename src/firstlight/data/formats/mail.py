@@ -28,7 +28,7 @@ _MOST_PARTS = 1000
 _HEAD_BYTES = 1 << 14
 #: The line between two mails in an mbox file, the line after it, and a line of a mail's header.
 #: Text that begins with "From " has no field of a header below it.
-_MBOX = re.compile(rb"From .*\b\d\d?:\d\d\b.*\n(?=>?[!-9;-~]+:)")
+_MBOX = re.compile(rb"From .*\b(?:Mon|Tue|Wed|Thu|Fri|Sat|Sun)\b.*\d:\d\d.*\n(?=>?[!-9;-~]+:)")
 _FIELD = re.compile(rb"([!-9;-~]+):|[ \t]")
 #: The line before a quotation, as mail programs write it in several languages, and the lines after
 #: which all text is quoted without a mark. A long line is often wrapped once.
@@ -53,7 +53,9 @@ _REPEATED = re.compile(
 )
 #: In a paragraph, the lines that say who wrote the text below.
 _WRITERS = re.compile(rf"^(?:(?:{_REST})[\s\S]*|{_SAID}[ \t]*$)", re.MULTILINE)
-#: The text of a mail that only names the format of its other part.
+#: The text of a mail that may only name the format of its other part, and the divisor of its
+#: length when the two are compared.
+_NOTICE_WEIGHT = 100
 _NOTICE = re.compile(r"[\s\S]{0,100}\bHTML\b[\s\S]{0,100}")
 _SENTENCE_END = re.compile(r"(?<=[.!?:])\s+|\n\s*\n")
 
@@ -217,8 +219,8 @@ def _bodies(parts: Iterable[Any], *, has_choice: bool) -> list[tuple[str, list[s
         raise missing
     if not has_choice or not bodies:
         return bodies
-    lengths = [0 if _NOTICE.fullmatch(text) else len(text) for text, _ in bodies]
-    return [next(b for b, size in zip(bodies, lengths, strict=True) if 2 * size >= max(lengths))]
+    sizes = [len(text) / (_NOTICE_WEIGHT if _NOTICE.fullmatch(text) else 1) for text, _ in bodies]
+    return [next(b for b, size in zip(bodies, sizes, strict=True) if 2 * size >= max(sizes))]
 
 
 def _decoded(content: bytes, charset: str | None) -> str:
