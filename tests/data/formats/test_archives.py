@@ -111,10 +111,13 @@ def test_read_truncated_tar_reads_the_members_before_the_damage(tmp_path: Path) 
     names = ["a.txt", "b.txt"]
     path = _tar(tmp_path / "a.tar", [(name, tarfile.REGTYPE, b"x" * 2_000) for name in names])
     path.write_bytes(path.read_bytes()[:4_000])
-    found = read(path)
-    assert next(found) == ("a.txt", "x" * 2_000)
+    found: list[tuple[str, str]] = []
     with pytest.raises(UnreadableDocument, match="the archive is damaged: unexpected end of data"):
-        next(found)
+        found.extend(read(path))
+    assert found == [
+        ("b.txt: it is damaged (unexpected end of data)", ""),
+        ("a.txt", "x" * 2_000),
+    ]
 
 
 def test_read_zip_reads_the_members_after_one_that_a_reader_fails_on(

@@ -314,7 +314,8 @@ def test_read_comments_inside_a_quotation_are_kept(tmp_path: Path) -> None:
         "[Bob] No, at one. Please bring the report.\nThe room is 12.\n\nAnn"
     )
     inline = (
-        "\nOn Mon, 1 Mar 2021 at 10:00, Ann wrote:\n> We meet at noon. Please bring\n> the report.\n"
+        "\nOn Mon, 1 Mar 2021 at 10:00, Ann wrote:\n> We meet at noon. Please bring the\n"
+        "> report.\n"
         "> On Sun, 1 Feb 2021 at 10:00, Carl wrote:\n>\n> > An unknown line.\n\nYes."
     )
     assert _texts(tmp_path / "a.mbox", first, reply, inline)[1:] == [
