@@ -216,12 +216,16 @@ def find_splits(
         root = Path(item).expanduser()
         if item.startswith("hf:") or root.is_file():
             continue
+        try:
+            inside = find_records([item])
+        except InputError:  # The input contains other files only.
+            continue
         # For a glob, use only the name of the file itself, without the names of its folders.
         of_item = {
             source.name: _split_named(
                 source.path.relative_to(root).parts if root.is_dir() else source.path.parts[-1:]
             )
-            for source in find_records([item])
+            for source in inside
             if source.path is not None
         }
         if not {"val", "test"}.issuperset(of_item.values()):

@@ -567,10 +567,16 @@ class Conversations:
         lines = []
         for split, kind in self._splits():
             packing, total = split.packing(seq_len), len(_unit_lengths(split))
-            for count, fate in ((packing.dropped, "left out"), (packing.cut, "cut")):
+            # The two answers of a preference pair can't be cut.
+            is_chat = self.facts.kind == "chat"
+            whole = " (--data.long cut would keep their beginnings)" if is_chat else ""
+            for count, fate, hint in (
+                (packing.dropped, "left out", whole),
+                (packing.cut, "cut", ""),
+            ):
                 if count:
                     what = f"{count:,} of {total:,} {kind} {self.facts.unit}s"
-                    lines.append(f"{fate}: {what}, longer than {seq_len:,} tokens")
+                    lines.append(f"{fate}: {what}, longer than {seq_len:,} tokens{hint}")
         return lines
 
     def too_long_places(self, seq_len: int) -> list[str]:

@@ -56,7 +56,8 @@ _LEAST_SECONDS = 10.0
 #: is multiplied by this factor.
 _SLOWER = 1.25
 #: Attributes of a request that are saved in the run folder's state in addition to the overrides.
-_LENGTH_AND_SIZE = ("seconds", "tokens", "steps", "size")
+_LENGTHS = ("seconds", "tokens", "steps")
+_LENGTH_AND_SIZE = (*_LENGTHS, "size")
 #: Maximum number of input files whose size and modification time are recorded.
 _KNOWN_FILES = 1000
 #: Reason that is written to the recipe for settings that were chosen without a specific reason.
@@ -278,8 +279,16 @@ def place_of_run(
         if not folder.is_dir() or all(one.name.startswith(".") for one in folder.iterdir()):
             break
         state = read_state(folder)
-        if _is_of(state, content_key) and state["request"] == remembered(request):
-            break
+        if _is_of(state, content_key):
+            # If the earlier call only prepared the texts, for example because its budget was too
+            # short, a call with another length takes its place.
+            ignored = () if state.get("begun") else _LENGTHS
+            earlier, wanted = (
+                {name: value for name, value in one.items() if name not in ignored}
+                for one in (state["request"], remembered(request))
+            )
+            if earlier == wanted:
+                break
         if is_given:
             changed = "".join(
                 f"{one}; " for one in _changes_since(state, folder, request, content_key)

@@ -75,7 +75,6 @@ def test_read_whatsapp_leaves_out_what_the_program_wrote_and_splits_days(tmp_pat
         "<html>",
         "I said <this>",
         "bild.jpg (of yesterday)",
-        "【2024】 is a year",
     ],
 )
 def test_read_whatsapp_keeps_what_only_looks_like_the_words_of_the_program(

@@ -152,6 +152,38 @@ def test_error_of_a_reader_leaves_the_file_out(
     ]
 
 
+@pytest.mark.parametrize("name", ["endless", "large"])
+def test_documents_before_a_limit_are_kept_and_a_large_file_is_read_whole(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "endless_reader.py").write_text(
+        "def read(path):\n    yield 'page 1', 'text'\n    yield 'page 2 is empty', ''\n"
+        "    while True:\n        pass\n"
+    )
+    (tmp_path / "large_reader.py").write_text(
+        "def read(path):\n    for number in range(50):\n        sum(range(1_000_000))\n"
+        "        yield f'page {number + 1}', 'letters ' * 20_000\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setitem(FORMATS, ".made", Format("made file", f"{name}_reader"))
+    monkeypatch.setattr(reading, "_SECONDS", 0.5)
+    path = tmp_path / "a.made"
+    path.touch()
+    [line] = reading.read_all([path, path])
+    found = list(reading.documents_in(path))
+    if name == "large":
+        assert line == "read 2 made files (100 pages)"
+        assert [place for place, _, _ in found] == [f"page {number}" for number in range(1, 51)]
+    else:
+        assert "left out 4: " in line
+        assert found[0] == ("page 1", "text", "")
+        assert found[1] == ("", "", "page 2 is empty")
+        assert found[2][2] == (
+            "only its beginning was read, because the whole takes more than 0.5 s of CPU time or "
+            "300 MiB of memory: split it"
+        )
+
+
 def test_missing_reader_is_named_once_with_the_count_of_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

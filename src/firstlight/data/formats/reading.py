@@ -30,12 +30,13 @@ from firstlight.data.opening import require_unpacked_size
 from firstlight.errors import FirstlightError, InputError, describe_read_error, first_line
 from firstlight.files.atomic import read_json, storage_errors
 from firstlight.files.cache import cache_folder
-from firstlight.files.limits import LimitedProcess, LimitExceededError
+from firstlight.files.limits import LimitedProcess, LimitExceededError, allow_more
 from firstlight.hardware.environment import usable_cpus
 
 #: Version of the readers. It is increased when any of them returns different text.
 _VERSION = 3
-#: Limits for a file: memory in bytes, CPU time in seconds, and CPU time for each further MB.
+#: Limits for a file: memory in bytes, CPU time in seconds, and CPU time for each further MB of the
+#: file, which may be compressed, and of its text.
 _MEMORY = 300 << 20
 _SECONDS = 2
 _SECONDS_PER_MB = 4
@@ -257,20 +258,51 @@ def _read(
         try:
             summary = process.call([found.module, str(path), str(partial), group], seconds=seconds)
             os.replace(partial, texts)
-            summary |= {"stored": texts.stat().st_size, "group": group}
+            summary["stored"] = texts.stat().st_size
         except LimitExceededError as error:
             if stopped is not None and stopped.is_set():
                 raise
-            problem = f"reading it takes {error}: it may be damaged, so export it again"
-            summary = {"problem": problem, "documents": 0, "bytes": 0, "last": "", "stored": 0}
-            summary |= {"problems": [problem], "left_out": 1, "group": group}
+            summary = _kept(partial, str(error))
+            if summary["documents"]:
+                os.replace(partial, texts)
+                summary["stored"] = texts.stat().st_size
         finally:
             partial.unlink(missing_ok=True)
+        summary["group"] = group
         # Syncing the files in the cache would take longer than reading a short document.
         partial.write_text(json.dumps(summary), encoding="utf-8")
         os.replace(partial, texts.with_suffix(".json"))
     assert isinstance(summary, dict)
     return summary
+
+
+def _kept(partial: Path, limit: str) -> dict[str, Any]:
+    """Keep the whole documents in the output of a child that exceeded a limit, and return the
+    summary of the file."""
+    documents = size = end = 0
+    last = ""
+    problems = []
+    with open(partial, "a+b") as file:
+        file.seek(0)
+        for line in file:
+            if not line.endswith(b"\n"):
+                break
+            place, text = json.loads(line)
+            documents, size, end = documents + 1, size + len(text.encode()), end + len(line)
+            last = place if text else last
+            problems += [] if text else [place]
+        file.truncate(end)
+    problem = f"reading it takes {limit}: it may be damaged, so export it again"
+    if size:
+        problem = f"only its beginning was read, because the whole takes {limit}: split it"
+    return {
+        "problem": problem,
+        "documents": documents,
+        "bytes": size,
+        "last": last,
+        "left_out": len(problems) + 1,
+        "problems": [problem, *problems][:_SHOWN],
+    }
 
 
 # In the child
@@ -293,10 +325,11 @@ def _seen_in(group: str) -> set[int]:
 def _write_documents(request: tuple[str, str, str, str]) -> dict[str, Any]:
     module, name, out, group = request
     path = Path(name)
-    documents = size = left_out = 0
+    documents = size = left_out = allowed = 0
     problem = last = ""
     problems: list[str] = []
-    with open(out, "w", encoding="utf-8") as file:
+    # Each document is written at once, because a limit may end this process.
+    with open(out, "w", encoding="utf-8", buffering=1) as file:
         try:
             read = importlib.import_module(module).read
             for place, text in read(path, _seen_in(group)) if group else read(path):
@@ -309,6 +342,9 @@ def _write_documents(request: tuple[str, str, str, str]) -> dict[str, Any]:
                 # The mails in an mbox file are ordered by date, and not by their numbers.
                 last = max(last, place, key=_part_number) if text else last
                 require_unpacked_size(path, size)
+                if _SECONDS_PER_MB * (size - allowed) >= 1_000_000:  # one second
+                    allow_more(_SECONDS_PER_MB * (size - allowed) / 1_000_000)
+                    allowed = size
                 file.write(json.dumps([place, text], ensure_ascii=False) + "\n")
         except MemoryError:
             raise
