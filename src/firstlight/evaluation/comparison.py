@@ -27,7 +27,7 @@ import tokenizers
 import torch
 import torch.nn.functional as F
 
-from firstlight.console import counted
+from firstlight.console import counted, say
 from firstlight.data.corpus import TokenDataset
 from firstlight.data.loader import IGNORE_INDEX
 from firstlight.data.packing import kind_of
@@ -295,8 +295,8 @@ def compare(
     documents = {name: documents_of(name) for name in map(str, _listed(texts))}
     models = loaded_for_evaluation(before, device), loaded_for_evaluation(after, device)
     if on_texts and not documents:
-        for name in _held_out(models):
-            held_out = documents_of(name)
+        for name, folder in _held_out(models).items():
+            held_out = documents_of(folder)
             # Two runs on the same texts hold out the same documents.
             if held_out not in documents.values():
                 documents[name] = held_out
@@ -346,28 +346,49 @@ def _listed(values: Any) -> list[Any]:
 # Texts
 
 
-def _held_out(models: Collection[LoadedModel]) -> list[str]:
-    """Return the prepared folders with the training data of the models. Folders without validation
-    text are omitted.
+def _held_out(models: Collection[LoadedModel]) -> dict[str, str]:
+    """Return the prepared folders with the training data and with the kept text of the models,
+    keyed by the names of the texts. Folders without validation text are omitted. The user is told
+    which folders do not exist any more.
 
     Raises:
-        ConfigError: there is no such folder.
+        ConfigError: there is no folder with validation text.
     """
-    found: dict[str, None] = {}
+    found: dict[str, str] = {}
+    gone: dict[str, None] = {}
     for loaded in models:
-        trained = training_data(loaded)
-        for place in (trained.get("dir"), *(trained.get("corpora") or {}).values()):
-            folder = None if place is None else local_folder(place, ("val",))
-            if folder is not None and (folder / MANIFEST_NAME).is_file():
-                manifest = read_manifest(folder)
-                if kind_of(manifest) == "text" and "val" in manifest["splits"]:
-                    found[str(place)] = None
+        for name, place in _texts_of_run(loaded):
+            folder = local_folder(place, ("val",))
+            if not (folder / MANIFEST_NAME).is_file():
+                gone[name] = None
+                continue
+            manifest = read_manifest(folder)
+            if kind_of(manifest) == "text" and "val" in manifest["splits"]:
+                found[name] = place
+    missing = f"the held-out text of {', '.join(gone)} was moved or deleted"
     if not found:
         raise ConfigError(
-            "neither model is a run with held-out text: add data to compare the models on with "
-            "--text FILE, --tasks TASK or --prompt TEXT"
+            f"{missing if gone else 'neither model is a run with held-out text'}: add data to "
+            "compare the models on with --text FILE, --tasks TASK or --prompt TEXT"
         )
-    return list(found)
+    if gone:
+        say(f"not compared: {missing}; name it with --text to include it")
+    return found
+
+
+def _texts_of_run(loaded: LoadedModel) -> Iterator[tuple[str, str]]:
+    """Yield the name and the prepared folder or URL of each text that a model's run evaluates."""
+    trained = training_data(loaded)
+    for place in (trained.get("dir"), *(trained.get("corpora") or {}).values()):
+        if place is not None:
+            yield place, place
+    kept, own = trained.get("keep"), loaded.folder.parent.parent / "kept"
+    # The run may have been moved. Older checkpoints do not name the kept text.
+    is_known = kept is not None and (is_url(kept) or Path(kept).is_dir())
+    if trained and not is_known and (own / MANIFEST_NAME).is_file():
+        kept = str(own)
+    if kept is not None:
+        yield f"kept text in {kept}", kept
 
 
 def documents_of(name: str) -> list[str]:

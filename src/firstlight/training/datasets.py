@@ -223,4 +223,7 @@ def data_identity(recipe: ResolvedRecipe, dataset: Corpus, tokenizer: Tokenizer)
         # Identify the data by its URL, because the path of the cache folder differs between
         # machines.
         identity["dir"] = data.dir
+    if data.keep is not None:
+        keep = data.keep
+        identity["keep"] = keep if is_url(keep) else str(Path(keep).expanduser().resolve())
     return identity | dataset.identity()
