@@ -48,6 +48,7 @@ from firstlight.evaluation.scores import (
     Progress,
     RowLoss,
     TaskResult,
+    change_text,
     mean_and_error,
     mean_loss,
     sampled_rows,
@@ -109,6 +110,17 @@ class ComparedValue:
             f"{'+' if self.difference.value > 0 else ''}{difference}",
             "" if self.units is None else counted(self.units, self.unit),
         ]
+
+    @property
+    def in_words(self) -> str:
+        """The change on a text in words, and whether it may be due to the choice of the text."""
+        change, error = change_text(self.before.value, self.after.value), self.difference.stderr
+        doubt = ""
+        if error is None:
+            doubt = f" (a single {self.unit}, too little to know the error)"
+        elif "same" not in change and abs(self.difference.value) <= 2 * error:
+            doubt = " (within twice the standard error)"
+        return f"{change} for {self.name}{doubt}"
 
 
 @dataclass(frozen=True)
@@ -174,6 +186,7 @@ class ModelComparison:
             from the first to the second model.
         tasks: scores of both models on each task.
         answers: responses of both models to each prompt.
+        in_words: the changes on all texts in words; "" without texts.
     """
 
     before: str
@@ -184,6 +197,10 @@ class ModelComparison:
     better: list[Passage]
     tasks: list[ComparedValue]
     answers: list[ComparedAnswer]
+
+    @property
+    def in_words(self) -> str:
+        return "; ".join(one.in_words for one in self.texts)
 
 
 @dataclass(frozen=True)
@@ -230,7 +247,7 @@ def compare(
     sample: int | None = None,
     seed: int = 0,
     seq_len: int | None = None,
-    passages: int = 5,
+    passages: int = 3,
     items: int | None = None,
     task_folder: str | Path | None = None,
     chat_template: bool | None = None,
@@ -405,6 +422,12 @@ def documents_of(name: str) -> list[str]:
         for record in read_documents(find_sources([name])):
             if record.error is None:
                 found.append(record.value)
+            elif record.error.reason == "conversation":
+                raise InputError(
+                    f"{record.place}: conversations, not text: name a text with --text, or ask "
+                    "both models questions with --prompts FILE (firstlight eval measures prepared "
+                    "conversations)"
+                )
             elif record.error.reason != "empty":
                 raise InputError(f"{record.place}: {record.error}")
     if not (found := [text for text in found if text.strip()]):
