@@ -46,7 +46,7 @@ from firstlight.finetuning.choices import (
     row_of,
     starting_model,
 )
-from firstlight.finetuning.kept import KeptText
+from firstlight.finetuning.kept import KeptText, same_text
 from firstlight.from_texts.plan import Choice, Row, RunPlan, given_batch, given_unit
 from firstlight.from_texts.preparation import Preparation, fitting_prompts, prepared_texts
 from firstlight.from_texts.request import AS_CHAT, Request
@@ -370,6 +370,7 @@ class FineTuning:
         """Prepare the text and train the model. Before training, the settings are chosen again from
         the actual number of tokens and the remaining time.
         """
+        from firstlight.data.shards import read_manifest
         from firstlight.from_texts.machine import train_plan
 
         assert isinstance(plan, TuningPlan)
@@ -379,6 +380,9 @@ class FineTuning:
         if self._scan is not None:
             plan = self._with_texts(plan, self._scan, call)
             places |= {"dir": str(call.folder / DATA_FOLDER)}
+            kept_data, new_data = (read_manifest(Path(one)) for one in places.values())
+            if kept_data == new_data:
+                raise same_text(request.keep)
         else:
             assert self._chats is not None
             call.remember(data=str(self._chats.train.folder), kind="chat")
