@@ -26,6 +26,7 @@ from firstlight.data.conversations import (
     to_conversation,
     to_pair,
 )
+from firstlight.data.formats.registry import format_of
 from firstlight.data.records import (
     RECORD_SUFFIXES,
     find_records,
@@ -435,7 +436,10 @@ def _require_readable(inputs: Sequence[str], text_key: str) -> None:
         InputError: a file is damaged, or its records are unsuitable.
     """
     for item in inputs:
-        if not item.lower().endswith(RECORD_SUFFIXES) or not Path(item).expanduser().is_file():
+        path = Path(item).expanduser()
+        if not item.lower().endswith(RECORD_SUFFIXES) or not path.is_file():
+            continue
+        if format_of(path) is not None:  # An archive, or a chat between people, is read as text.
             continue
         with closing(read_records(find_records([item]))) as records:
             first = next(records, None)
