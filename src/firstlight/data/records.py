@@ -76,7 +76,8 @@ from firstlight.data.tables import read_arrow, read_parquet, read_table, without
 from firstlight.errors import InputError, MissingDependencyError, describe_read_error, first_line
 from firstlight.tokenizer.messages import TOOLS
 
-_JSON_SUFFIXES = compressed(".json")
+#: Both ChatGPT and Claude deliver the JSON file of an export in a .zip file.
+_JSON_SUFFIXES = (*compressed(".json"), ".zip")
 RECORD_SUFFIXES = (*LINES_SUFFIXES, *_JSON_SUFFIXES, *TABLE_SUFFIXES, ".parquet", ".arrow")
 
 #: Maximum size in bytes of a line in a JSONL file of records (`_MAX_LINE_BYTES`) and of a JSON file
