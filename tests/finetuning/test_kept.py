@@ -18,7 +18,7 @@ from tokenizers.pre_tokenizers import Whitespace
 from builders import draw_records, make_texts, write_lines, write_model, write_texts
 from firstlight.data.corpus import TokenDataset
 from firstlight.data.prepare import prepare
-from firstlight.errors import ConfigError, DataError, FirstlightError, InputError, ModelError
+from firstlight.errors import ConfigError, FirstlightError, InputError, ModelError
 from firstlight.finetuning.kept import own_texts
 from firstlight.from_texts import machine as machine_module
 from firstlight.from_texts.result import TextRun, result_lines
@@ -232,7 +232,11 @@ def test_resumed_call_keeps_control_set(
         ({"keep": ["good", "texts"]}, ConfigError, "good is a prepared corpus: use it as the only"),
         ({"keep": "chats"}, ConfigError, "chats is a run whose data is not a prepared corpus"),
         ({"keep": "empty"}, InputError, "--keep empty: folder empty contains no text files"),
-        ({"keep": "one"}, DataError, "--keep one: one has no 'val' split"),
+        (
+            {"keep": "one"},
+            InputError,
+            "only 0 tokens of the kept text can be held",
+        ),
         ({"keep": "few"}, InputError, r"only \d+ tokens of the kept text can be held out"),
         ({"keep": "short.txt"}, InputError, r"only \d tokens of the kept text can be held out"),
         ({"keep": "none.txt"}, InputError, r"--keep none\.txt: the corpus is empty"),
