@@ -258,8 +258,8 @@ def test_wrong_kept_text_is_refused_before_the_run(
     prepare([tmp_path / "texts"], train_tokenizer(texts, 300), tmp_path / "other")
     prepare([tmp_path / "texts"], tokenizer, tmp_path / "good")
     prepare([tmp_path / "texts"], tokenizer, tmp_path / "one", val_fraction=0.0)
-    write_lines(tmp_path / "few.jsonl", [{"text": f"word {number}"} for number in range(40)])
-    prepare([tmp_path / "few.jsonl"], tokenizer, tmp_path / "few", val_fraction=0.2)
+    write_lines(tmp_path / "few.jsonl", [{"text": f"word {number}"} for number in range(20)])
+    prepare([tmp_path / "few.jsonl"], tokenizer, tmp_path / "few", val_fraction=0.1)
     (tmp_path / "none.txt").write_text("")
     (tmp_path / "short.txt").write_text("a few words that are kept\n")
     with pytest.raises(error, match=message) as raised:
