@@ -82,13 +82,11 @@ def read(path: Path) -> Iterator[tuple[str, str]]:
         page.close()
         if number >= _SCANNED_PAGES and not any(pages):
             break
-    text = "".join(line.text for lines in pages for line in lines)
-    strange = sum(unicodedata.category(c) in ("Co", "Cn", "Cs") or c == "\ufffd" for c in text)
-    if not text.strip():
+    if not any(pages):
         raise UnreadableDocument(
             "its pages are images without text: recognise it with ocrmypdf IN OUT"
         )
-    if unmapped > _MOST_UNMAPPED * checked or strange > _MOST_UNMAPPED * len(text):
+    if unmapped > _MOST_UNMAPPED * checked:
         raise UnreadableDocument(
             "its fonts do not state which letters they draw: export it again, or recognise its "
             "text with ocrmypdf --force-ocr IN OUT"

@@ -24,6 +24,7 @@ from rich.progress import TextColumn
 
 from firstlight.console import counted, progress_bar
 from firstlight.data.formats import UnreadableDocument
+from firstlight.data.formats.nonsense import nonsense_in
 from firstlight.data.formats.registry import format_of, installed_packages
 from firstlight.data.opening import require_unpacked_size
 from firstlight.errors import InputError, describe_read_error, first_line
@@ -33,7 +34,7 @@ from firstlight.files.limits import LimitedProcess, LimitExceededError
 from firstlight.hardware.environment import usable_cpus
 
 #: Version of the readers. It is increased when any of them returns different text.
-_VERSION = 2
+_VERSION = 3
 #: Limits for a file: memory in bytes, CPU time in seconds, and CPU time for each further MB.
 _MEMORY = 300 << 20
 _SECONDS = 2
@@ -231,14 +232,16 @@ def _write_documents(request: tuple[str, str, str]) -> dict[str, Any]:
     module, name, out = request
     path = Path(name)
     documents = size = 0
-    problem = last = ""
+    problem = first = last = ""
     with open(out, "w", encoding="utf-8") as file:
         try:
             for place, text in importlib.import_module(module).read(path):
                 text = text.encode("utf-8", "replace").decode("utf-8").replace("\x00", "")
+                if nonsense := nonsense_in(text):
+                    place, text = f"{place}: {nonsense}" if place else nonsense, ""
                 documents += 1
                 size += len(text.encode("utf-8"))
-                last = place if text else last
+                last, first = place if text else last, first or place
                 require_unpacked_size(path, size)
                 file.write(json.dumps([place, text], ensure_ascii=False) + "\n")
         except MemoryError:
@@ -248,6 +251,7 @@ def _write_documents(request: tuple[str, str, str]) -> dict[str, Any]:
         # Libraries raise many kinds of errors for damaged files.
         except Exception as error:  # noqa: BLE001
             problem = f"it is damaged ({first_line(error)}): replace it"
-    if not documents and not problem:
-        problem = "it contains no documents: exclude it"
+    if not problem and not size and documents < 2:
+        # The reason why the only document was left out is the reason for the file.
+        documents, problem = 0, first or "it contains no documents: exclude it"
     return {"problem": problem, "documents": documents, "bytes": size, "last": last}
