@@ -15,7 +15,7 @@ import unicodedata
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import pypdfium2
 import pypdfium2.raw as pdfium
@@ -24,6 +24,8 @@ from firstlight.data.formats import UnreadableDocument
 
 #: PDFium's mark for a hyphen that divides a word at the end of a line.
 _HYPHEN = "\x02"
+#: A piece of text without line ends, and the space between two words.
+_PIECE, _SPACE = re.compile(r"[^\r\n\ufffe\x02]+[\ufffe\x02]?"), re.compile("(?<=[^ ]) +(?=[^ ])")
 _HYPHENS = (_HYPHEN, "-", "\u00ad")
 #: A word that is not at the beginning or the end of a line, and the rest of an address or of a name
 #: in code.
@@ -156,7 +158,7 @@ def _lines(page: Any) -> list[_Line]:
         text = "".join(chr(code) if code and not 0xD800 <= code < 0xE000 else " " for code in codes)
     rtl = sum(unicodedata.bidirectional(c) in ("R", "AL") for c in text) > len(text) / 4
     found: list[_Line] = []
-    for match in re.finditer(r"[^\r\n\ufffe\x02]+[\ufffe\x02]?", text):
+    for match in _pieces(page, text, rtl):
         indices = [i for i in range(match.start(), match.end()) if not text[i].isspace()]
         if not indices:
             continue
@@ -171,8 +173,8 @@ def _lines(page: Any) -> list[_Line]:
         line = _Line(content.strip(), begin, end, bottom, height)
         if found and _is_same(found[-1], line):
             last = found.pop()
-            gap = line.begin - last.end
-            between = " " if gap > 0.12 * last.height else ""
+            gap = (line.begin - last.end) / last.height
+            between = "\t" if gap > 2 else " " if gap > 0.12 else ""
             line = _Line(
                 last.text + between + line.text,
                 last.begin,
@@ -181,6 +183,19 @@ def _lines(page: Any) -> list[_Line]:
             )
         found.append(line)
     return found
+
+
+def _pieces(page: Any, text: str, rtl: bool) -> Iterator[re.Match[str]]:
+    """Yield the pieces of a page's text that have no line ends. PDFium misses some line ends before
+    words that are lower or higher than the word before them."""
+    for line in _PIECE.finditer(text):
+        start = line.start()
+        for space in _SPACE.finditer(text, start, line.end()) if not rtl else ():
+            last, word = _box(page, space.start() - 1), _box(page, space.end())
+            if word.top < last.bottom or word.bottom > last.top:
+                yield cast("re.Match[str]", _PIECE.match(text, start, space.start()))
+                start = space.end()
+        yield cast("re.Match[str]", _PIECE.match(text, start, line.end()))
 
 
 def _in_order(page: Any, line: re.Match[str]) -> str:
@@ -237,11 +252,10 @@ def _with_columns(page: Any, line: re.Match[str], height: float) -> str:
 
 
 def _is_same(last: _Line, line: _Line) -> bool:
-    """Return True if two pieces of text are in the same line of the same column."""
+    """Return True if a piece of text is in the same line as the last one and follows it."""
     overlap = min(last.top, line.top) - max(last.bottom, line.bottom)
     lower = min(last.height, line.height)
-    gap = line.begin - last.end
-    return overlap > 0.5 * lower and -0.5 * lower < gap < 2 * lower
+    return overlap > 0.5 * lower and line.begin - last.end > -0.5 * lower
 
 
 def _without_margins(
