@@ -44,6 +44,8 @@ _RECOGNISE = "recognise them with ocrmypdf --skip-text IN OUT"
 _MARGIN_LINES = 2
 #: Minimum gap between two columns of a table, as a multiple of the size of the font.
 _COLUMN_GAP = 1.5
+#: Minimum gap between two words that are drawn apart, as a multiple of the size of the font.
+_WORD_GAP = 0.12
 #: The mark of a list item.
 _MARK = re.compile(r"\W+\Z|\W?\w{1,3}[.):]?\Z")
 #: Where headers and footers are: maximum distance from the edge of the page, as a share of its
@@ -174,7 +176,7 @@ def _lines(page: Any) -> list[_Line]:
         if found and _is_same(found[-1], line):
             last = found.pop()
             gap = (line.begin - last.end) / last.height
-            between = "\t" if gap > 2 else " " if gap > 0.12 else ""
+            between = "\t" if gap > 2 else " " if gap > _WORD_GAP else ""
             line = _Line(
                 last.text + between + line.text,
                 last.begin,
@@ -235,19 +237,28 @@ def _place(page: Any, index: int) -> tuple[float, float, float, float]:
 
 def _with_columns(page: Any, line: re.Match[str], height: float) -> str:
     """Return a line of text with tabs in the place of wide gaps, except after the mark of a list
-    item."""
-
-    words = list(re.finditer("[^ ]+", line[0]))
-    gaps = [
-        _box(page, line.start() + after.start()).left
-        - _box(page, line.start() + before.end() - 1).right
-        for before, after in itertools.pairwise(words)
-    ]
-    content = words[0][0]
-    for gap, word in zip(gaps, words[1:], strict=True):
+    item. Words of another font may not be in their order, and are moved."""
+    words = []
+    for word in re.finditer("[^ ]+", line[0]):
+        start, end = line.start() + word.start(), line.start() + word.end()
+        words.append((_box(page, start).left, _box(page, end - 1).right, start, word[0]))
+    gaps = [after[0] - before[1] for before, after in itertools.pairwise(words)]
+    # In text that is upside down, all gaps are negative.
+    is_moved = min(gaps, default=0) < -height / 2 and max(gaps) > 0
+    if is_moved:
+        words.sort()
+        gaps = [after[0] - before[1] for before, after in itertools.pairwise(words)]
+    content = words[0][3]
+    for gap, (_, _, start, word) in zip(gaps, words[1:], strict=True):
         # All gaps are wide in a justified line with few words.
         is_column = gap > _COLUMN_GAP * height and (gap > 1.5 * min(gaps) or gap > 3 * height)
-        content += ("\t" if is_column and not _MARK.match(content) else " ") + word[0]
+        is_joined = _is_wide(content[-1]) and _is_wide(word[0]) and not is_column
+        is_joined = is_joined and pdfium.FPDFText_IsGenerated(page, start - 1) == 1
+        if is_column and not _MARK.match(content):
+            content += "\t"
+        elif not (is_joined or (is_moved and gap < _WORD_GAP * height)):
+            content += " "
+        content += word
     return content
 
 
