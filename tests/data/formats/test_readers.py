@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 import zipfile
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from pypdfium2.raw import FS_RECTF
 
 from firstlight.data.formats import UnreadableDocument, docx, epub, html, notebook, odt, pdf, rtf
 
@@ -43,8 +45,9 @@ def write_pdf(
         font or "<</Type/Font/Subtype/Type1/BaseFont/Helvetica>>",
     ]
     for number, lines in enumerate(pages):
-        drawn = lines if isinstance(lines, str) else ""
-        if not drawn:
+        if isinstance(lines, str):
+            drawn = lines
+        else:
             drawn = "".join(f"BT /F 10 Tf {x} {y} Td ({text}) Tj ET\n" for x, y, text in lines)
         objects += [
             "<</Type/Page/Parent 2 0 R/MediaBox[0 0 400 600]/Resources<</Font<</F 3 0 R>>>>"
@@ -344,6 +347,39 @@ def test_pdf_hyphen_is_kept_if_the_document_divides_no_words(tmp_path: Path) -> 
     assert (
         "address: debian-admin@lists.debian.org, which is read by everybody, and so-called" in text
     )
+
+
+def test_pdf_line_end_that_pdfium_misses_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PDFium gives such lines for justified text that a browser printed."""
+    boxes = {0: (300, 500), 7: (50, 470), 12: (80, 473)}
+
+    def box(page: object, index: int) -> FS_RECTF:
+        left, bottom = boxes[max(start for start in boxes if start <= index)]
+        return FS_RECTF(left + 5 * index, bottom + 10, left + 5 * index + 5, bottom)
+
+    monkeypatch.setattr(pdf, "_box", box)
+    pieces = [piece[0] for piece in pdf._pieces(None, "in line Next 2nd\r\nx", rtl=False)]
+    assert pieces == ["in line", "Next 2nd", "x"]
+
+
+def test_pdf_words_of_another_font_are_moved_to_their_places(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    text = "one two < >."
+    lefts = {"one": 50, "two": 75, "<": 70, ">.": 90}
+    places = {
+        match.start() + offset: left + 5 * offset
+        for match in re.finditer("[^ ]+", text)
+        for left in [lefts[match[0]]]
+        for offset in range(len(match[0]))
+    }
+
+    def box(page: object, index: int) -> FS_RECTF:
+        return FS_RECTF(places[index], 10, places[index] + 5, 0)
+
+    monkeypatch.setattr(pdf, "_box", box)
+    [line] = re.finditer(".+", text)
+    assert pdf._with_columns(None, line, 10.0) == "one <two>."
 
 
 def test_pdf_with_mostly_empty_pages_is_unreadable(tmp_path: Path) -> None:

@@ -239,9 +239,9 @@ def _with_columns(page: Any, line: re.Match[str], height: float) -> str:
     """Return a line of text with tabs in the place of wide gaps, except after the mark of a list
     item. Words of another font may not be in their order, and are moved."""
     words = []
-    for word in re.finditer("[^ ]+", line[0]):
-        start, end = line.start() + word.start(), line.start() + word.end()
-        words.append((_box(page, start).left, _box(page, end - 1).right, start, word[0]))
+    for match in re.finditer("[^ ]+", line[0]):
+        start, end = line.start() + match.start(), line.start() + match.end()
+        words.append((_box(page, start).left, _box(page, end - 1).right, start, match[0]))
     gaps = [after[0] - before[1] for before, after in itertools.pairwise(words)]
     # In text that is upside down, all gaps are negative.
     is_moved = min(gaps, default=0) < -height / 2 and max(gaps) > 0
