@@ -55,9 +55,11 @@ def show_command(
     this file.
     """
     from firstlight.data.contents import contents_of, documents_of
-    from firstlight.report.report import require_replaceable, write_contents
 
     if out is not None:
+        # The import takes seconds.
+        from firstlight.report.report import require_replaceable
+
         require_replaceable(out)
     if file is not None:
         found = None
@@ -75,6 +77,8 @@ def show_command(
         result = dataclasses.asdict(found)
         _show(found)
     if out is not None:
+        from firstlight.report.report import write_contents
+
         write_contents(file or input_, found, documents, out)
         show(f"page: {out}")
         result["page"] = out
@@ -87,15 +91,21 @@ def _show(found: Contents) -> None:
         for kind in found.kinds:
             numbers = [f"{kind.files:,}", f"{kind.documents:,}", human_bytes(kind.text_bytes)]
             rows.append([kind.kind, *numbers, f"{kind.share:.1%}"])
+        if len(found.kinds) > 1:
+            files, documents, size = (
+                sum(getattr(kind, name) for kind in found.kinds)
+                for name in ("files", "documents", "text_bytes")
+            )
+            rows.append(["all", f"{files:,}", f"{documents:,}", human_bytes(size), "100.0%"])
         show_table(rows)
-    for kind in found.kinds:
-        for passage in kind.passages:
-            show(f"\n{passage.place}:")
-            for line in passage.text.splitlines():
-                show(f"  {line}")
     if found.left_out:
         show(f"\nleft out: {len(found.left_out):,}")
         for one in found.left_out[:_SHOWN]:
             show(f"  {one.place}: {one.left_out}")
         if len(found.left_out) > _SHOWN:
             show("  ... --json lists all of them")
+    for kind in found.kinds:
+        for passage in kind.passages:
+            show(f"\n{passage.place}:")
+            for line in passage.text.splitlines():
+                show(f"  {line}")

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import bz2
 import codecs
+import contextlib
 import functools
 import gzip
 import importlib
@@ -17,6 +18,7 @@ import io
 import lzma
 import re
 import shlex
+import zipfile
 import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -154,11 +156,15 @@ def likely_encoding(path: Path) -> str | None:
     declared = _DECLARED.match(head)
     if declared is not None and (name := _known(declared[1].decode("ascii", "replace"))):
         return _iconv_name(name)
-    text = content.decode("utf-8", "replace")
-    if sum(character > "\x7f" for character in text) > 3 * text.count("\ufffd"):
-        return "UTF-8"
     # Drop the last line, because it may end in the middle of a character.
-    content = content[: content.rfind(b"\n") + 1] or content
+    return _detected(content[: content.rfind(b"\n") + 1] or content)
+
+
+def _detected(content: bytes) -> str | None:
+    """Return iconv's name for the encoding of text that is not valid UTF-8, or None if the encoding
+    is uncertain."""
+    if _has_few_invalid(content):
+        return "UTF-8"
     high = [byte for byte in content if byte > 0x7F]
     matches = _matches(content, (*_NOT_LATIN, *_LATIN)) if len(high) >= _LEAST_BYTES else []
     if matches and (best := matches[0]).encoding in _NOT_LATIN:
@@ -166,6 +172,69 @@ def likely_encoding(path: Path) -> str | None:
         is_clear = all(match.chaos >= best.chaos + _LEAST_DISTANCE for match in others)
         return _iconv_name(best.encoding) if is_clear else None
     return _western(content, high)
+
+
+def _has_few_invalid(content: bytes, encoding: str = "utf-8") -> bool:
+    """Return True if most non-ASCII characters are valid in an encoding."""
+    text = content.decode(encoding, "replace")
+    return sum(character > "\x7f" for character in text) > 3 * text.count("\ufffd")
+
+
+#: The encodings that browsers use for declared names (https://encoding.spec.whatwg.org/#names-and-labels),
+#: by the names of Python's codecs. They contain more characters than the declared ones.
+_BROWSER_ENCODINGS = {
+    "ascii": "cp1252",
+    "iso8859-1": "cp1252",
+    "iso8859-9": "cp1254",
+    "iso8859-11": "cp874",
+    "gb2312": "gb18030",
+    "gbk": "gb18030",
+    "shift_jis": "cp932",
+    "euc_kr": "cp949",
+    "big5": "big5hkscs",
+}
+
+
+#: Text whose encoding can't be detected is decoded as UTF-8 if less than this share is invalid.
+_MOST_INVALID = 0.001
+
+
+def decoded(content: bytes, declared: str | None) -> str | None:
+    """Decode a document whose format allows it to declare its encoding, such as a web page or a
+    mail. Many declarations are missing or wrong, and a few bytes may be invalid.
+
+    Args:
+        content: the document.
+        declared: the declared name of the encoding; None without a declaration.
+
+    Returns:
+        The text, or None if the encoding is uncertain.
+    """
+    marked = next((name for mark, name in _MARKS if content.startswith(mark)), None)
+    if marked is None and 4 * content[:HEAD_BYTES].count(0) > len(content[:HEAD_BYTES]):
+        wide = _matches(content[:HEAD_BYTES], _WIDE)
+        marked = wide[0].encoding if wide else None
+    if marked is not None:
+        return content.decode(marked, "replace")
+    names = ["utf-8"]
+    with contextlib.suppress(LookupError):
+        found = codecs.lookup(declared or "utf-8").name
+        name = _BROWSER_ENCODINGS.get(found, found)
+        # Text in UTF-8 is often declared as Windows-1252, which accepts all of it. Text in the
+        # Asian encodings may by chance be valid UTF-8. Without zeros, text is not UTF-16.
+        comes_first = name.startswith(("cp125", "iso8859", "koi8", "mac", "cp874", "utf"))
+        names = ["utf-8", name] if comes_first else [name, "utf-8"]
+    for name in names:
+        with contextlib.suppress(LookupError, UnicodeDecodeError):
+            return content.decode(name)
+    for name in names:
+        with contextlib.suppress(LookupError):
+            if _has_few_invalid(content, name):
+                return content.decode(name, "replace")
+    if (likely := _detected(content)) is not None:
+        return content.decode(likely, "replace")
+    text = content.decode("utf-8", "replace")
+    return text if text.count("\ufffd") < _MOST_INVALID * len(text) else None
 
 
 def _matches(content: bytes, encodings: Sequence[str]) -> Sequence[CharsetMatch]:
@@ -362,7 +431,8 @@ def _converted(path: Path) -> Path:
 
 
 def open_compressed(path: Path) -> IO[bytes]:
-    """Open a file for reading, decompressed according to its suffix (.gz, .bz2, .xz, .zst).
+    """Open a file for reading, decompressed according to its suffix (.gz, .bz2, .xz, .zst). Of a
+    .zip file, open the conversations in an export of ChatGPT or Claude.
 
     Raises:
         OSError: the file can't be opened. Reading the file also raises this error if the file is
@@ -373,13 +443,23 @@ def open_compressed(path: Path) -> IO[bytes]:
     suffix = path.suffix.lower()
     zstandard = optional("zstandard", f"reading {path}") if suffix == ".zst" else None
     openers: dict[str, Any] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
+    openers[".zip"] = _open_zipped_export
     file = openers.get(suffix, open)(path, "rb")
-    if suffix not in _PROGRAMS:
+    if suffix not in openers and zstandard is None:
         return cast("IO[bytes]", file)
     chunks = iter(lambda: file.read(_PIECE_BYTES), b"")
     if zstandard is not None:
         chunks = _unpacked_zst(file, zstandard)
     return io.BufferedReader(_ChunkFile(_bounded(chunks, path), file), _PIECE_BYTES)
+
+
+def _open_zipped_export(path: Path, mode: str) -> IO[bytes]:
+    assert mode == "rb"
+    try:
+        with zipfile.ZipFile(path) as archive:
+            return archive.open("conversations.json")
+    except (KeyError, RuntimeError, zipfile.BadZipFile) as error:
+        raise OSError("it contains no conversations.json of ChatGPT or Claude") from error
 
 
 class _ChunkFile(io.RawIOBase):

@@ -28,7 +28,7 @@ from firstlight.generation.llama_step import llama_step
 from firstlight.hardware.device import upload
 from firstlight.methods import can_compile
 from firstlight.methods.attention import varying_lengths
-from firstlight.models import KVCache, Model, RaggedCache
+from firstlight.models import KVCache, Model, RaggedCache, ops
 from firstlight.models.moe import reads_rows_of_experts
 from firstlight.models.rope import DynamicRope, LongRope
 
@@ -407,6 +407,7 @@ class CompiledStep:
                 "linear-attention layers keep a state: decode without compiling"
             )
         ready_to_compile()
+        ops.ready_to_compile()
         self._compiled = torch.compile(self._forward, fullgraph=True)
 
     def __call__(self, input_ids_B1: Tensor, lengths_B: Tensor, reach: int) -> Tensor:

@@ -23,7 +23,7 @@ from firstlight.hardware.compiling import Compiler
 from firstlight.hardware.device import Hardware
 from firstlight.hardware.environment import usable_cpus
 from firstlight.methods.config import EfficiencyConfig
-from firstlight.models import Model, ModelConfig
+from firstlight.models import Model, ModelConfig, ops
 
 #: Minimum CUDA compute capability supported by Triton, which inductor uses to generate its kernels.
 TRITON_CAPABILITY = (7, 0)
@@ -106,6 +106,7 @@ def compiled(
         config: the recipe's `efficiency` section.
         forward: function that computes the forward pass: the model, or an engine that wraps it.
     """
+    ops.ready_to_compile()
     # All micro-batches of a run have the same shape, and code compiled for a fixed shape is faster
     # than code for arbitrary shapes.
     options: dict[str, Any] = {"backend": config.compile_backend, "dynamic": False}

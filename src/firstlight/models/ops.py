@@ -188,12 +188,20 @@ def _takes_groups(q_BHTD: Tensor, options: AttentionOptions) -> bool:
     return prefers_cudnn and has_cudnn and fits and not is_deterministic
 
 
-# torch.compile can't trace these calls.
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _enabled_kernels() -> tuple[bool, bool]:
     """Return whether flash attention and cuDNN's attention are enabled in torch."""
     cuda: Any = torch.backends.cuda
     return cuda.flash_sdp_enabled(), cuda.cudnn_sdp_enabled()
+
+
+def ready_to_compile() -> None:
+    """Make torch.compile treat the result of `_enabled_kernels`, which it can't trace, as a
+    constant.
+
+    A decorator is not used, because it would import torch's compiler. The import takes a second,
+    and most programs do not use the compiler.
+    """
+    torch.compiler.assume_constant_result(_enabled_kernels)  # type: ignore[no-untyped-call]
 
 
 def plain_attention(
