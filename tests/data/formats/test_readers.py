@@ -278,7 +278,7 @@ def test_pdf_repeated_headers_and_page_numbers_are_left_out(tmp_path: Path) -> N
 
 
 def test_pdf_rows_and_forms_that_repeat_are_kept(tmp_path: Path) -> None:
-    rows = [(50, 560 - 14 * n, f"{n}1 {n}2 {n}3") for n in range(4)]
+    rows = [(50, 580 - 14 * n, f"{n}1 {n}2 {n}3") for n in range(4)]
     form = [(50, 500 - 14 * n, text) for n, text in enumerate(("Name: A", "Age: 30", "Yes", "No"))]
     pages = [[*rows, *form, (200, 20, f"{number}")] for number in range(4)]
     page = "01 02 03\n11 12 13\n21 22 23\n31 32 33\n\nName: A\nAge: 30\nYes\nNo"
@@ -384,6 +384,22 @@ def test_pdf_words_of_another_font_are_moved_to_their_places(
     monkeypatch.setattr(pdf, "_box", box)
     [line] = re.finditer(".+", text)
     assert pdf._with_columns(None, line, 10.0) == "one <two>."
+
+
+def test_pdf_hyphens_of_divided_words_addresses_and_dashes_are_told_apart(tmp_path: Path) -> None:
+    lines = [
+        "A hyphen at the end of a line can divide a word as in inter-",
+        "nationally, be a part of the addresses of mail, as in debian-",
+        "admin@lists.debian.org, or be a dash with a space before it -",
+        "which is kept.",
+    ]
+    page = [(50, 500 - 12 * n, line) for n, line in enumerate(lines)]
+    [(_, text)] = pdf.read(write_pdf(tmp_path / "a.pdf", [page]))
+    assert text == (
+        "A hyphen at the end of a line can divide a word as in internationally, be a part of the "
+        "addresses of mail, as in debian-admin@lists.debian.org, or be a dash with a space before "
+        "it - which is kept."
+    )
 
 
 def test_pdf_with_mostly_empty_pages_is_unreadable(tmp_path: Path) -> None:
