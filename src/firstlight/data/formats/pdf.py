@@ -29,6 +29,11 @@ _CHECKED, _MOST_UNMAPPED = 8, 0.1
 _SCANNED_PAGES = 200
 #: Number of lines at the top and at the bottom of a page that may be headers and footers.
 _MARGIN_LINES = 2
+#: For text from right to left, as fractions of the font's size: minimum width of a space between
+#: words, of a space that PDFium found, too, and the shift of a mark. Numbers and Latin words in it
+#: run from left to right.
+_RTL_SPACE, _RTL_GAP, _MARK_SHIFT = 0.3, 0.05, 0.08
+_LTR = re.compile(r"[0-9A-Za-z\u00c0-\u024f](?:[^\u0590-\u08ff]*[0-9A-Za-z\u00c0-\u024f])?")
 _SENTENCE_ENDS = (".", "!", "?", ":", "。", "！", "？", "؟", "”", '"')
 
 
@@ -107,49 +112,98 @@ def _lines(page: Any) -> list[_Line]:
         # Characters outside of the basic plane take two units, so positions would be shifted.
         codes = (pdfium.FPDFText_GetUnicode(page, index) for index in range(count))
         text = "".join(chr(code) if code and not 0xD800 <= code < 0xE000 else " " for code in codes)
-    rtl = sum(unicodedata.bidirectional(c) in ("R", "AL") for c in text) > len(text) / 4
+    is_rtl = sum(unicodedata.bidirectional(c) in ("R", "AL") for c in text) > len(text) / 4
     found: list[_Line] = []
-    for match in re.finditer(r"[^\r\n\ufffe\x02]+[\ufffe\x02]?", text):
-        content = _in_order(page, match) if rtl else match[0]
-        content = content.replace("\ufffe", _HYPHEN)
-        indices = [i for i in range(match.start(), match.end()) if not text[i].isspace()]
-        if not indices:
-            continue
-        boxes = []
-        for index in (indices[0], indices[len(indices) // 2], indices[-1]):
-            box = _box(page, index)
-            boxes.append((box.left, box.right, box.bottom, box.top))
-        begin, end = min(b[0] for b in boxes), max(b[1] for b in boxes)
-        if rtl:
-            begin, end = -end, -begin
-        _, _, bottom, top = sorted(boxes, key=lambda b: b[3] - b[2])[1]
-        line = _Line(content.strip(), begin, end, bottom, top)
+    for line in (_rtl_pieces if is_rtl else _pieces)(page, text):
         if found and _is_same(found[-1], line):
             last = found.pop()
             gap = line.begin - last.end
             between = " " if gap > 0.12 * last.height else ""
-            line = _Line(
-                last.text + between + line.text,
-                last.begin,
-                max(last.end, line.end),
-                *((last.bottom, last.top) if last.height >= line.height else (bottom, top)),
-            )
+            higher = last if last.height >= line.height else line
+            content = last.text + between + line.text
+            line = _Line(content, last.begin, max(last.end, line.end), higher.bottom, higher.top)
         found.append(line)
     return found
 
 
-def _in_order(page: Any, line: re.Match[str]) -> str:
-    """Return a line of text from right to left. PDFium gives some of its words in the order from
-    left to right, and these are reversed."""
+def _pieces(page: Any, text: str) -> Iterator[_Line]:
+    """Yield the pieces of lines that PDFium found, for text from left to right."""
+    for match in re.finditer(r"[^\r\n\ufffe\x02]+[\ufffe\x02]?", text):
+        indices = [i for i in range(match.start(), match.end()) if not text[i].isspace()]
+        if not indices:
+            continue
+        chosen = (indices[0], indices[len(indices) // 2], indices[-1])
+        boxes = [_box(page, index) for index in chosen]
+        begin, end = min(box.left for box in boxes), max(box.right for box in boxes)
+        middle = sorted(boxes, key=lambda box: box.top - box.bottom)[1]
+        content = match[0].replace("\ufffe", _HYPHEN).strip()
+        yield _Line(content, begin, end, middle.bottom, middle.top)
 
-    def ordered(word: re.Match[str]) -> str:
-        first, last = (_box(page, line.start() + i).left for i in (word.start(), word.end() - 1))
-        if first >= last or unicodedata.bidirectional(word[0][0]) not in ("R", "AL"):
-            return word[0]
-        # A mark above or below a letter follows this letter.
-        return "".join(reversed(re.findall(r"[^\u064b-\u065f][\u064b-\u065f]*", word[0])))
 
-    return re.sub(r"\S+", ordered, line[0])
+class _Glyph(NamedTuple):
+    """A character, the number of PDFium's words before it, the ends of its box, its baseline, and
+    the size of its font in points."""
+
+    text: str
+    word: int
+    left: float
+    right: float
+    baseline: float
+    size: float
+
+
+def _rtl_pieces(page: Any, text: str) -> Iterator[_Line]:
+    """Yield the pieces of lines for text from right to left. PDFium gives the words of such text in
+    either order, and marks above letters apart from these. Therefore the characters of each line
+    are put into the order of their positions."""
+    rows: list[list[_Glyph]] = []
+    x, y, matrix = ctypes.c_double(), ctypes.c_double(), pdfium.FS_MATRIX()
+    words = 0
+    for index, character in enumerate(text):
+        words += character.isspace()
+        if character.isspace() or unicodedata.category(character) in ("Cc", "Cf"):
+            continue
+        box = _box(page, index)
+        pdfium.FPDFText_GetCharOrigin(page, index, x, y)
+        pdfium.FPDFText_GetMatrix(page, index, ctypes.byref(matrix))
+        size = pdfium.FPDFText_GetFontSize(page, index) * abs(matrix.d) or 1.0
+        # A mark above a letter ends with it, but follows it.
+        shift = _MARK_SHIFT * size if unicodedata.combining(character) else 0.0
+        glyph = _Glyph(character, words, box.left - shift, box.right - shift, y.value, size)
+        near = [row for row in rows[-2:] if abs(row[-1].baseline - y.value) < 0.35 * size]
+        if near:
+            # The last character of a line may come before the line above it.
+            rows.remove(near[0])
+            rows.append(near[0])
+            near[0].append(glyph)
+        else:
+            rows.append([glyph])
+    for row in rows:
+        # Both letters of a ligature have its box, and PDFium gives the last one first.
+        row.reverse()
+        piece: list[_Glyph] = []
+        for glyph in sorted(row, key=lambda one: -one.right):
+            if piece and piece[-1].left - glyph.right > 1.5 * glyph.size:
+                yield _rtl_line(piece)
+                piece = []
+            piece.append(glyph)
+        yield _rtl_line(piece)
+
+
+def _rtl_line(glyphs: Sequence[_Glyph]) -> _Line:
+    parts = []
+    left, word = glyphs[0].right, glyphs[0].word
+    for glyph in glyphs:
+        # PDFium also finds spaces inside of words, after marks, where there is no gap.
+        is_space = left - glyph.right > _RTL_SPACE * glyph.size
+        is_space |= glyph.word != word and left - glyph.right > _RTL_GAP * glyph.size
+        text = glyph.text if glyph.text < "\ufb50" else unicodedata.normalize("NFKC", glyph.text)
+        parts.append(" " * is_space + text)
+        left, word = min(left, glyph.left), glyph.word
+    text = _LTR.sub(lambda run: run[0][::-1], "".join(parts))
+    first = max(glyphs, key=lambda one: one.size)
+    bottom, top = first.baseline - 0.25 * first.size, first.baseline + 0.75 * first.size
+    return _Line(text, -glyphs[0].right, -left, bottom, top)
 
 
 def _box(page: Any, index: int) -> Any:
