@@ -37,7 +37,7 @@ from firstlight.files.limits import LimitedProcess, LimitExceededError
 from firstlight.hardware.environment import usable_cpus
 
 #: Version of the readers. It is increased when any of them returns different text.
-_VERSION = 3
+_VERSION = 4
 #: Limits for a file: memory in bytes, CPU time in seconds, and CPU time for each further MB.
 _MEMORY = 300 << 20
 _SECONDS = 2
