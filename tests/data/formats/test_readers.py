@@ -311,13 +311,14 @@ def test_encrypted_pdf_is_unreadable(tmp_path: Path) -> None:
 
 
 def test_pdf_text_from_right_to_left_is_read_by_position(tmp_path: Path) -> None:
-    # A to D are the letters of "سلام", E is a mark above a letter, and F a question mark.
-    names = "/uni0633 /uni0644 /uni0627 /uni0645 /afii57451 /afii57407"
+    # A to D are the letters of "سلام", E is a mark above a letter, F a question mark,
+    # G and H parentheses, which are stored as they are drawn.
+    names = "/uni0633 /uni0644 /uni0627 /uni0645 /afii57451 /afii57407 /parenleft /parenright"
     font = (
-        "<</Type/Font/Subtype/TrueType/BaseFont/Helvetica/FirstChar 65/LastChar 70"
-        f"/Widths[500 500 500 500 0 500]/Encoding<</Differences[65 {names}]>>>>"
+        "<</Type/Font/Subtype/TrueType/BaseFont/Helvetica/FirstChar 65/LastChar 72"
+        f"/Widths[500 500 500 500 0 500 500 500]/Encoding<</Differences[65 {names}]>>>>"
     )
     # The left half of the second line comes before the first line.
-    lines = [(150, 482, "FABED"), (200, 500, "DCBA"), (174, 482, "DCBA")]
+    lines = [(140, 482, "FABED"), (200, 500, "DCBA"), (174, 482, "GDCBAH")]
     [(_, text)] = pdf.read(write_pdf(tmp_path / "a.pdf", [lines], font))
-    assert text == "سلام سلام ملًس؟"
+    assert text == "سلام (سلام) ملًس؟"

@@ -33,6 +33,7 @@ _MARGIN_LINES = 2
 #: words, of a space that PDFium found, too, and the shift of a mark. Numbers and Latin words in it
 #: run from left to right.
 _RTL_SPACE, _RTL_GAP, _MARK_SHIFT = 0.3, 0.05, 0.08
+_SWAPPED = str.maketrans("()[]", ")(][")
 _LTR = re.compile(r"[0-9A-Za-z\u00c0-\u024f](?:[^\u0590-\u08ff]*[0-9A-Za-z\u00c0-\u024f])?")
 _SENTENCE_ENDS = (".", "!", "?", ":", "。", "！", "？", "؟", "”", '"')
 
@@ -114,7 +115,8 @@ def _lines(page: Any) -> list[_Line]:
         text = "".join(chr(code) if code and not 0xD800 <= code < 0xE000 else " " for code in codes)
     is_rtl = sum(unicodedata.bidirectional(c) in ("R", "AL") for c in text) > len(text) / 4
     found: list[_Line] = []
-    for line in (_rtl_pieces if is_rtl else _pieces)(page, text):
+    pieces = _mirrored(list(_rtl_pieces(page, text))) if is_rtl else _pieces(page, text)
+    for line in pieces:
         if found and _is_same(found[-1], line):
             last = found.pop()
             gap = line.begin - last.end
@@ -167,9 +169,15 @@ def _rtl_pieces(page: Any, text: str) -> Iterator[_Line]:
         pdfium.FPDFText_GetCharOrigin(page, index, x, y)
         pdfium.FPDFText_GetMatrix(page, index, ctypes.byref(matrix))
         size = pdfium.FPDFText_GetFontSize(page, index) * abs(matrix.d) or 1.0
-        # A mark above a letter ends with it, but follows it.
-        shift = _MARK_SHIFT * size if unicodedata.combining(character) else 0.0
-        glyph = _Glyph(character, words, box.left - shift, box.right - shift, y.value, size)
+        is_mark = unicodedata.combining(character) > 0
+        begin, end = box.left, box.right
+        if is_mark:
+            # A mark above a letter ends with it, but follows it.
+            begin, end = begin - _MARK_SHIFT * size, end - _MARK_SHIFT * size
+        elif box.bottom > y.value + 0.3 * size:
+            # A letter of a ligature that is drawn with a mark has the box of the mark.
+            begin, end = begin - 0.12 * size, end + 0.35 * size
+        glyph = _Glyph(character, words, begin, end, y.value, size)
         near = [row for row in rows[-2:] if abs(row[-1].baseline - y.value) < 0.35 * size]
         if near:
             # The last character of a line may come before the line above it.
@@ -204,6 +212,16 @@ def _rtl_line(glyphs: Sequence[_Glyph]) -> _Line:
     first = max(glyphs, key=lambda one: one.size)
     bottom, top = first.baseline - 0.25 * first.size, first.baseline + 0.75 * first.size
     return _Line(text, -glyphs[0].right, -left, bottom, top)
+
+
+def _mirrored(lines: list[_Line]) -> list[_Line]:
+    """Swap the parentheses of a page if they face outwards, because some programs store the signs
+    that are drawn, and these are mirrored in text from right to left."""
+    text = f" {' '.join(line.text for line in lines)} "
+    outwards = len(re.findall(r"\s\)\w|\w\(\s", text)) - len(re.findall(r"\s\(\w|\w\)\s", text))
+    if outwards <= 0:
+        return lines
+    return [line._replace(text=line.text.translate(_SWAPPED)) for line in lines]
 
 
 def _box(page: Any, index: int) -> Any:
