@@ -322,3 +322,18 @@ def test_pdf_text_from_right_to_left_is_read_by_position(tmp_path: Path) -> None
     lines = [(140, 482, "FABED"), (200, 500, "DCBA"), (174, 482, "GDCBAH")]
     [(_, text)] = pdf.read(write_pdf(tmp_path / "a.pdf", [lines], font))
     assert text == "سلام (سلام) ملًس؟"
+
+
+def test_pdf_chinese_text_has_no_spaces_of_justified_lines_and_whole_words(tmp_path: Path) -> None:
+    font = (
+        "<</Type/Font/Subtype/Type0/BaseFont/STSong-Light/Encoding/UniGB-UCS2-H/DescendantFonts["
+        "<</Type/Font/Subtype/CIDFontType0/BaseFont/STSong-Light/DW 1000/W[1[500] 34[500 500]]"
+        "/CIDSystemInfo<</Registry(Adobe)/Ordering(GB1)/Supplement 2>>>>]>>"
+    )
+    lines = [
+        (50, 500, "中文"), (73, 500, "中文"), (105, 500, "中文"), (125, 500, "Debia"),
+        (50, 488, "n中文中文"), (50, 400, "Debian"),
+    ]  # fmt: skip
+    coded = [(x, y, text.encode("utf-16-be").decode("latin-1")) for x, y, text in lines]
+    [(_, text)] = pdf.read(write_pdf(tmp_path / "a.pdf", [coded], font))
+    assert text == "中文中文 中文Debian中文中文 Debian"

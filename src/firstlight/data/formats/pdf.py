@@ -13,6 +13,7 @@ import re
 import unicodedata
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -35,6 +36,8 @@ _MARGIN_LINES = 2
 _RTL_SPACE, _RTL_GAP, _MARK_SHIFT = 0.3, 0.05, 0.08
 _SWAPPED = str.maketrans("()[]", ")(][")
 _LTR = re.compile(r"[0-9A-Za-z\u00c0-\u024f](?:[^\u0590-\u08ff]*[0-9A-Za-z\u00c0-\u024f])?")
+#: A space between two Chinese or Japanese characters.
+_WIDE_SPACE = re.compile(r"(?<=[\u2e80-\u9fff\uff00-\uff60]) (?=[\u2e80-\u9fff\uff00-\uff60])")
 _SENTENCE_ENDS = (".", "!", "?", ":", "。", "！", "？", "؟", "”", '"')
 
 
@@ -138,8 +141,16 @@ def _pieces(page: Any, text: str) -> Iterator[_Line]:
         boxes = [_box(page, index) for index in chosen]
         begin, end = min(box.left for box in boxes), max(box.right for box in boxes)
         middle = sorted(boxes, key=lambda box: box.top - box.bottom)[1]
-        content = match[0].replace("\ufffe", _HYPHEN).strip()
+        content = _WIDE_SPACE.sub(partial(_narrow, page, match.start()), match[0])
+        content = content.replace("\ufffe", _HYPHEN).strip()
         yield _Line(content, begin, end, middle.bottom, middle.top)
+
+
+def _narrow(page: Any, start: int, space: re.Match[str]) -> str:
+    """Return "" for a space between two wide characters that only justifies a line. `start` is the
+    index of the line's first character."""
+    left, right = _box(page, start + space.start() - 1), _box(page, start + space.end())
+    return "" if right.left - left.right < 0.6 * (right.top - right.bottom) else " "
 
 
 class _Glyph(NamedTuple):
@@ -325,8 +336,12 @@ def _append(parts: list[str], text: str, between: str, words: Counter[str]) -> N
         parts[-1] = last[:-1] + ("" if is_divided else "-")
         parts.append(text)
         return
-    is_wide = between == " " and _is_wide(last[-1:]) and _is_wide(text[:1])
-    parts += ["" if is_wide else between, text]
+    is_one = _is_wide(last[-1:]) and _is_wide(text[:1])
+    if last[-1:].isalpha() and any(map(_is_wide, last)):
+        # Between wide characters, some programs divide Latin words without a hyphen.
+        before, after = re.findall(r"[A-Za-z]*$", last)[0], re.findall(r"^[A-Za-z]*", text)[0]
+        is_one |= bool(before and after) and words[before + after] > 0
+    parts += ["" if is_one and between == " " else between, text]
 
 
 def _is_wide(character: str) -> bool:
