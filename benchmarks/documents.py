@@ -265,8 +265,8 @@ def _page(body: str, language: str, direction: str, css: str) -> str:
     around = ("", "") if css else (f"<nav>{_MENU}</nav>", "<footer>Accept all cookies</footer>")
     return (
         f'<!DOCTYPE html><html lang="{language}" dir="{direction}"><head><meta charset="utf-8">'
-        f"<title>{_HEADER}</title><style>{css}</style></head><body>{around[0]}<main>{body}</main>"
-        f"{around[1]}<script>var x = 1;</script></body></html>"
+        f"<title>{_HEADER}</title><style>.footnote-back {{ display: none }} {css}</style></head>"
+        f"<body>{around[0]}<main>{body}</main>{around[1]}<script>var x = 1;</script></body></html>"
     )
 
 
