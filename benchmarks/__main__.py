@@ -212,10 +212,10 @@ def documents_command(folder: Path, as_json: bool, **options: Any) -> Result:
     """Make documents of each format from the manuals in SOURCES, and compare how firstlight and
     other programs read them.
     """
-    from benchmarks.documents import HEADER, bench_documents, document_rows, draw
+    from benchmarks.documents import bench_documents, document_table, draw
 
     result = bench_documents(DocumentsBench(folder, **options))
-    show_table([HEADER, *document_rows(result["runs"])])
+    show_table(document_table(result["runs"]))
     write_file(folder / "documents.png", draw(result))
     return result
 

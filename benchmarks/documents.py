@@ -70,9 +70,10 @@ _OFFICE = (
 #: Marks of the layout that programs write as characters: lines of tables, bullets, the marks of
 #: headings and footnotes. They are not counted for any program.
 _MARKS = re.compile(r"(?m)^[ \t|:+=─-]+$|^[ \t]*(?:#+|[-•*]|\d+\.)[ \t]+|[|│]|\[\^?\d+\]:?")
-#: Suffixes of manuals that somebody else made, and the programs that are called.
+#: A word, or a character of a script without spaces.
+_WORD = re.compile(r"[\u2e80-\u9fff]|[^\W\u2e80-\u9fff]+")
+#: Programs that make or read documents.
 _PROGRAMS = ("pandoc", "soffice", "chromium", "pdftotext", "trafilatura")
-_SHIPPED = (".pdf", ".epub", ".html")
 _READ = """
 import contextlib, importlib, pathlib, sys
 from firstlight.data.formats import UnreadableDocument
@@ -82,6 +83,8 @@ for path in map(pathlib.Path, sys.argv[1:]):
     with contextlib.suppress(UnreadableDocument):  # A page may have no text but a menu.
         print("\\n".join(text for _, text in read(path)))
 """
+
+Runs = Sequence[Mapping[str, Any]]
 
 
 class Source(NamedTuple):
@@ -163,8 +166,9 @@ def source_of(file: Path, characters: int) -> Source:
         blocks.append(marked)
         texts.append(paragraph)
         if number % 15 == 5:
-            blocks.append("\n".join(f"- {_escaped(part)}" for part in (start, end)))
-            blocks.append(f"{_row(start, end)}\n|---|---|\n{_row(end, str(number))}")
+            left, right = _escaped(start), _escaped(end)
+            blocks.append(f"- {left}\n- {right}")
+            blocks.append(f"| {left} | {right} |\n|---|---|\n| {right} | {number} |")
             texts += [start, end, f"{start} {end}", f"{end} {number}"]
     blocks += [f"[^{number}]: {_escaped(note)}" for number, note in enumerate(notes, start=1)]
     return Source(file, language, "\n\n".join(blocks), "\n\n".join(texts), notes)
@@ -173,10 +177,6 @@ def source_of(file: Path, characters: int) -> Source:
 def _escaped(text: str) -> str:
     """Return text in which no character is a mark of Markdown."""
     return re.sub(r"([!-/:-@\[-`{-~])", r"\\\1", text)
-
-
-def _row(*cells: str) -> str:
-    return f"| {' | '.join(map(_escaped, cells))} |"
 
 
 # The documents
@@ -399,7 +399,7 @@ def missing_pairs(expected: str, text: str) -> float:
     """Return the share of the pairs of words in a text that another text does not contain."""
     want, got = (
         Counter(itertools.pairwise(words))
-        for words in (re.findall(r"\w+", one.lower()) for one in (expected, text))
+        for words in (_WORD.findall(one.lower()) for one in (expected, text))
     )
     return (want - got).total() / want.total()
 
@@ -416,8 +416,7 @@ def bench_documents(options: DocumentsBench) -> dict[str, Any]:
     sources = sorted(Path(options.sources).glob("*.txt*"))
     if not sources:
         raise ConfigError(f"{options.sources}: no manuals NAME.LANGUAGE.txt or .txt.gz in it")
-    missing = [name for name in _PROGRAMS if not shutil.which(name)]
-    if missing:
+    if missing := [name for name in _PROGRAMS if not shutil.which(name)]:
         say(f"not installed: {', '.join(missing)}; their documents and figures are left out")
     path = options.folder / "results.jsonl"
     lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
@@ -436,7 +435,8 @@ def bench_documents(options: DocumentsBench) -> dict[str, Any]:
             )
             for made in make_documents(source, documents)
         ]
-        for manual in manuals_beside(file):
+        beside = sorted(file.parent.glob(f"{file.name.partition('.txt')[0]}.*"))
+        for manual in (one for one in beside if one.suffix in (".pdf", ".epub", ".html")):
             score = partial(missing_pairs, text_of(file))
             jobs.append((f"manual, {manual.suffix[1:].upper()}", manual.name, manual, score))
         for kind, name, document, score in jobs:
@@ -449,12 +449,6 @@ def bench_documents(options: DocumentsBench) -> dict[str, Any]:
             wrong = (f"{run[key]:.2%}" for key in ("wrong", "other_wrong") if key in run)
             say(f"{kind}, {name}: {', '.join(wrong)} wrong")
     return {"machine": machine_facts(find_hardware("auto")), "runs": found}
-
-
-def manuals_beside(file: Path) -> list[Path]:
-    """Return the files and folders with the same manual as a text file in another format."""
-    stem = file.name.partition(".txt")[0]
-    return [path for path in sorted(file.parent.glob(f"{stem}.*")) if path.suffix in _SHIPPED]
 
 
 def measure(path: Path, score: Callable[[str], float], options: DocumentsBench) -> dict[str, Any]:
@@ -473,7 +467,6 @@ def measure(path: Path, score: Callable[[str], float], options: DocumentsBench) 
     other = other_name(pages[0])
     readers = {"": ours} | ({"other_": others} if other and shutil.which(other) else {})
     found: dict[str, Any] = {"bytes": sum(page.stat().st_size for page in pages), "other": other}
-    seconds: dict[str, list[float]] = {name: [] for name in readers}
     for turn in range(options.turns):
         for name, reader in readers.items():
             text, once = reader(pages, 1)
@@ -481,46 +474,51 @@ def measure(path: Path, score: Callable[[str], float], options: DocumentsBench) 
             if not turn:
                 found[f"{name}wrong"] = score(text)
             # A clock of 1 ms can give equal times for short documents.
-            seconds[name].append(max(many - once, 1e-3) / options.reads)
-    return found | {f"{name}seconds": values for name, values in seconds.items()}
+            seconds = max(many - once, 1e-3) / options.reads
+            found.setdefault(f"{name}seconds", []).append(seconds)
+    return found
 
 
 # The table and the picture
 
-HEADER = ("format", "language", "files", "wrong", "other", "MB/s", "other MB/s", "other program")
 
-
-def document_rows(runs: Sequence[Mapping[str, Any]]) -> list[list[str]]:
-    """Return a row for each format and language: the largest share of wrong characters, or of pairs
-    of words that are missing, of any document, and the bytes of all documents per CPU second."""
-    groups: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
-    for run in runs:
-        groups.setdefault((run["kind"], run["language"]), []).append(run)
-    rows = []
-    for (kind, language), group in sorted(groups.items()):
-        wrong, speeds = [], []
-        for name in ("", "other_"):
-            measured = [run for run in group if f"{name}wrong" in run]
-            seconds = sum(statistics.median(run[f"{name}seconds"]) for run in measured)
-            size = sum(run["bytes"] for run in measured)
-            wrong.append(f"{max(run[f'{name}wrong'] for run in measured):.2%}" if measured else "")
-            speeds.append(f"{size / seconds / 1e6:.2f}" if measured else "")
-        rows.append([kind, language, str(len(group)), *wrong, *speeds, group[0]["other"]])
+def document_table(runs: Runs) -> list[list[str]]:
+    """Return the header and a row for each format. The column of a language has the largest share
+    of any document in percent that is wrong with firstlight and with the other program: characters,
+    or for manuals pairs of words. MB/s are bytes of all documents per CPU second."""
+    languages = sorted({run["language"] for run in runs})
+    rows = [["wrong in %", "files", *languages, "MB/s", "other program"]]
+    for kind in sorted({run["kind"] for run in runs}):
+        group = [run for run in runs if run["kind"] == kind]
+        cells = []
+        for language in languages:
+            few = [run for run in group if run["language"] == language]
+            cells.append(_pair(few, "wrong", lambda found, key: 100 * max(x[key] for x in found)))
+        speed = _pair(group, "seconds", _megabytes_per_second)
+        rows.append([kind, str(len(group)), *cells, speed, group[0]["other"]])
     return rows
+
+
+def _pair(runs: Runs, key: str, figure: Callable[[Runs, str], float]) -> str:
+    """Return the figures of firstlight and of the other program, if there is one."""
+    measured = {name: [run for run in runs if name in run] for name in (key, f"other_{key}")}
+    return "/".join(f"{figure(few, name):.2f}" for name, few in measured.items() if few)
+
+
+def _megabytes_per_second(runs: Runs, key: str) -> float:
+    seconds = sum(statistics.median(run[key]) for run in runs)
+    return float(sum(run["bytes"] for run in runs) / seconds / 1e6)
 
 
 def draw(result: Mapping[str, Any]) -> bytes:
     """Draw the largest share of wrong characters of each format as PNG bytes."""
     figure = new_figure(9, 4)
     axes = figure.subplots()
-    wrong: dict[str, dict[str, float]] = {"wrong": {}, "other_wrong": {}}
-    for run in result["runs"]:
-        for key, found in wrong.items():
-            if key in run and not run["kind"].startswith("manual"):
-                found[run["kind"]] = max(found.get(run["kind"], 0.0), 100 * run[key])
-    kinds = sorted(wrong["wrong"], reverse=True)
+    runs = [run for run in result["runs"] if not run["kind"].startswith("manual")]
+    kinds = sorted({run["kind"] for run in runs}, reverse=True)
     for key, shift, label in (("wrong", 0.2, "firstlight"), ("other_wrong", -0.2, "other program")):
-        values = [wrong[key].get(kind, 0.0) for kind in kinds]
+        shares = [[run.get(key, 0.0) for run in runs if run["kind"] == kind] for kind in kinds]
+        values = [100 * max(few) for few in shares]
         axes.barh([n + shift for n in range(len(kinds))], values, 0.4, label=label)
     axes.set_yticks(range(len(kinds)), kinds)
     axes.set_xlabel("wrong characters in %, worst document")

@@ -13,7 +13,7 @@ from benchmarks.__main__ import main
 from benchmarks.documents import (
     Made,
     distance,
-    document_rows,
+    document_table,
     missing_pairs,
     plain,
     share_wrong,
@@ -58,6 +58,7 @@ def test_share_wrong_has_footnotes_anywhere_but_once() -> None:
 
 def test_missing_pairs_are_counted_with_their_number() -> None:
     assert missing_pairs("a b a b c", "B, c! a b") == 2 / 4
+    assert missing_pairs("\u4e2d\u6587\u4e2d", "\u4e2d \u6587") == 1 / 2
 
 
 def test_source_has_prose_only_with_footnotes_lists_and_tables(manual: Path) -> None:
@@ -113,18 +114,23 @@ def test_documents_bench_reads_each_document_once(
     assert runs[2]["other_wrong"] == words_in_first / (2 * words_in_first - 1)
     assert [len(run["seconds"]) for run in runs] == [2, 2, 2]
     rows = [line.split() for line in found.out.splitlines()]
-    assert rows[1][:5] == ["mail", "en", "1", "0.00%", rows[1][4]]
+    assert rows[0][:6] == ["wrong", "in", "%", "files", "en", "MB/s"]
+    assert [row[0] for row in rows[1:4]] == ["mail", "manual,", "mbox"]
+    assert rows[1][1:3] == ["1", "0.00"]
     assert (out / "documents.png").is_file()
     monkeypatch.setattr(documents, "measure", lambda *_: pytest.fail("measured again"))
     assert main(words) == 0
 
 
-def test_document_rows_have_the_worst_share_and_the_median_speed() -> None:
-    run = {"kind": "PDF", "language": "de", "bytes": 2_000_000, "other": "pdftotext"}
+def test_document_table_has_the_worst_share_and_the_median_speed() -> None:
+    run = {"kind": "PDF", "bytes": 2_000_000, "other": "pdftotext", "language": "de"}
     runs = [
         {**run, "wrong": 0.01, "seconds": [1, 9, 2], "other_wrong": 0.5, "other_seconds": [4]},
         {**run, "wrong": 0.02, "seconds": [2]},
+        {**run, "kind": "mail", "language": "en", "other": "", "wrong": 0, "seconds": [4]},
     ]
-    assert document_rows(runs) == [
-        ["PDF", "de", "2", "2.00%", "50.00%", "1.00", "0.50", "pdftotext"]
+    assert document_table(runs) == [
+        ["wrong in %", "files", "de", "en", "MB/s", "other program"],
+        ["PDF", "2", "2.00/50.00", "", "1.00/0.50", "pdftotext"],
+        ["mail", "1", "", "0.00", "0.50", ""],
     ]
