@@ -70,6 +70,9 @@ _OFFICE = (
 #: Marks of the layout that programs write as characters: lines of tables, bullets, the marks of
 #: headings and footnotes. They are not counted for any program.
 _MARKS = re.compile(r"(?m)^[ \t|:+=─-]+$|^[ \t]*(?:#+|[-•*]|\d+\.)[ \t]+|[|│]|\[\^?\d+\]:?")
+#: A space that is not part of the text where two lines are joined.
+_CJK = "\u2e80-\u9fff\uff00-\uffef"
+_JOINED = re.compile(rf"(?<=\w-) (?=\w)|(?<=[{_CJK}]) (?=[{_CJK}])")
 #: A word, or a character of a script without spaces.
 _WORD = re.compile(r"[\u2e80-\u9fff]|[^\W\u2e80-\u9fff]+")
 #: Programs that make or read documents.
@@ -144,12 +147,10 @@ def source_of(file: Path, characters: int) -> Source:
     is_wide = language.startswith(_WIDE)
     found, size = [], 0
     for block in re.split(r"\n\s*\n", text_of(file)):
-        lines = (line.strip() for line in block.splitlines())
-        paragraph = ("" if is_wide else " ").join(line for line in lines if line)
-        paragraph = re.sub(r"(?<=\w)- (?=\w)", "-", paragraph)
+        paragraph = _JOINED.sub("", " ".join(block.split()))
         is_long = len(paragraph) >= (_SHORTEST_WIDE if is_wide else _SHORTEST)
         if is_long and not _NOT_PROSE.search(paragraph) and size < characters:
-            found.append(unicodedata.normalize("NFC", " ".join(paragraph.split())))
+            found.append(unicodedata.normalize("NFC", paragraph))
             size += len(paragraph)
     if not found:
         raise ConfigError(f"{file}: no paragraph of prose, separated by blank lines")
@@ -437,8 +438,8 @@ def bench_documents(options: DocumentsBench) -> dict[str, Any]:
         ]
         beside = sorted(file.parent.glob(f"{file.name.partition('.txt')[0]}.*"))
         for manual in (one for one in beside if one.suffix in (".pdf", ".epub", ".html")):
-            score = partial(missing_pairs, text_of(file))
-            jobs.append((f"manual, {manual.suffix[1:].upper()}", manual.name, manual, score))
+            kind = f"manual, {manual.suffix[1:].upper()}"
+            jobs.append((kind, manual.name, manual, partial(missing_pairs, text_of(file))))
         for kind, name, document, score in jobs:
             if (kind, name) in known:
                 continue
