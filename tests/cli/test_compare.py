@@ -88,14 +88,10 @@ def test_compare_prints_writes_page_and_json(
     assert result["page"] == str(page)
     last = shown.err.splitlines()[-2]
     assert last.startswith(f"with {models[1]}: ")
-    one = result["texts"][0]
-    error = one["difference"]["stderr"]
-    assert f"bits for {text}" in last
-    assert ("(within twice" in last.partition(";")[0]) is (
-        abs(one["difference"]["value"]) <= 2 * error
-    )
+    assert last.partition(";")[0] == f"with {models[1]}: 29% more bits for {text}"
 
     html = page.read_text(encoding="utf-8")
+    assert f"{last[len('with ') + len(models[1]) :]}.</p>" in html.replace("</bdi>", "")
     assert "<script>alert" not in html
     assert "<i>stone" not in html
     assert "the &lt;i&gt;stone" in html

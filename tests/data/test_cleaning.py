@@ -119,4 +119,4 @@ def test_clean_subtitles_removes_numbers_and_times(text: str, expected: str) -> 
     assert (found, changes[-1]) == (expected, "subtitles")
     assert "-->" in cleaned(text)[0]
     (line,) = change_lines({"subtitles": {"documents": 1, "files": 1}}, {"subtitles": "a.srt"})
-    assert line == "a.srt: numbers and times of subtitles removed (--as-is keeps them)"
+    assert line == "a.srt: numbers, times and tags of subtitles removed (--as-is keeps them)"

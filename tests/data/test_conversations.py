@@ -821,6 +821,17 @@ def test_find_splits_uses_split_files_of_folder(tmp_path: Path, names: tuple[str
     assert f"{val} excluded, because other validation data was specified" in own.note
 
 
+def test_find_splits_input_without_records_is_passed_over(tmp_path: Path) -> None:
+    for name in ("chats", "letters"):
+        (tmp_path / name).mkdir()
+    write_lines(tmp_path / "chats/train.jsonl", [GOOD])
+    write_lines(tmp_path / "chats/valid.jsonl", [GOOD])
+    (tmp_path / "letters/a.docx").write_bytes(b"PK")
+    sources = find_records([tmp_path / "chats"])
+    splits = find_splits([tmp_path / "chats", tmp_path / "letters"], found=sources)
+    assert [len(splits.train), len(splits.val)] == [1, 1]
+
+
 def test_find_splits_validation_and_test_files_alone_are_training_data(tmp_path: Path) -> None:
     paths = [write_lines(tmp_path / name, [GOOD]) for name in ("test.jsonl", "valid.jsonl")]
     assert len(find_splits([tmp_path]).train) == 2

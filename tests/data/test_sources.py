@@ -16,6 +16,7 @@ import sys
 import sysconfig
 import tracemalloc
 import types
+import zipfile
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -498,6 +499,18 @@ def test_read_records_of_claude_export_returns_conversations(tmp_path: Path) -> 
     (record,) = read_records(find_records([path]))
     turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     assert record.value == {"messages": turns}
+    # The export is delivered in an archive, in which it is found like in a folder.
+    with zipfile.ZipFile(tmp_path / "claude.zip", "w") as archive:
+        archive.write(path, "conversations.json")
+        archive.writestr("users.json", "[]")
+    (source,) = find_records([tmp_path / "claude.zip"])
+    assert kind_of_records(source) == "chat"
+    assert [one.value for one in read_records([source])] == [record.value]
+    zipfile.ZipFile(tmp_path / "other.zip", "w").close()
+    (source,) = find_records([tmp_path / "other.zip"])
+    assert kind_of_records(source) is None
+    with pytest.raises(InputError, match=r"no conversations\.json of ChatGPT or Claude"):
+        list(read_records([source]))
 
 
 def test_read_table_stopped_early_raises_no_late_error(

@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import json
 import math
+import re
 import shutil
 import tracemalloc
 from pathlib import Path
@@ -16,7 +17,7 @@ import pytest
 import tokenizers
 import torch
 
-from builders import draw_weights
+from builders import draw_records, draw_weights, write_lines
 from firstlight import compare, evaluate, train
 from firstlight.data.prepare import prepare
 from firstlight.errors import ConfigError, DataError, FirstlightError, InputError
@@ -385,6 +386,64 @@ def test_compare_runs_on_copies_of_same_data_lists_validation_text_once(
         recipe["data"]["dir"] = str(tmp_path / name / "data")
         runs.append(train(recipe | {"schedule": {"max_steps": 1}}).checkpoint)
     assert [one.name for one in compare(*runs).texts] == [str(tmp_path / "one" / "data")]
+
+
+def test_compare_without_texts_includes_kept_text_and_names_missing_text(
+    recipe: dict[str, Any],
+    before: LoadedModel,
+    data: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    old = tmp_path / "run" / "kept"
+    (tmp_path / "old.txt").write_text("".join(f"the moon and {n}\n\n" * 9 for n in range(99)))
+    tokenizer = Tokenizer.from_pretrained(data)
+    prepare([tmp_path / "old.txt"], tokenizer, old, val_fraction=0.5)
+    recipe["run"]["dir"] = str(tmp_path / "run")
+    shutil.copytree(data, tmp_path / "new")
+    recipe["data"] |= {"dir": str(tmp_path / "new"), "keep": str(old)}
+    start = train(recipe | {"run": {"dir": str(tmp_path / "first")}, "schedule": {"max_steps": 1},
+                            "data": recipe["data"] | {"keep": None}})  # fmt: skip
+    run = train(recipe | {"schedule": {"max_steps": 1}}, init_from=start.checkpoint)
+    found = compare(before, run.checkpoint)
+    assert [one.name for one in found.texts] == [str(tmp_path / "new"), f"kept text in {old}"]
+    assert found.texts[1].bytes == sum(len(one.encode()) for one in documents_of(str(old)))
+    # The run folder is moved, and the new text is deleted.
+    moved = shutil.move(tmp_path / "run", tmp_path / "moved")
+    shutil.rmtree(tmp_path / "new")
+    checkpoint = next((moved / "checkpoints").iterdir())
+    capsys.readouterr()
+    again = compare(before, checkpoint)
+    assert [one.name for one in again.texts] == [f"kept text in {moved / 'kept'}"]
+    gone = f"the held-out text of {tmp_path / 'new'} was moved or deleted"
+    assert capsys.readouterr().err == f"not compared: {gone}; name it with --text to include it\n"
+    with pytest.raises(ConfigError, match=f"^{re.escape(gone)}: add data to compare"):
+        compare(before, start.checkpoint)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "difference", "error", "said"),
+    [
+        (2.0, 1.0, -1.0, 0.1, "50% fewer bits for a"),
+        (2.0, 1.9, -0.1, 0.1, "5.0% fewer bits for a (within twice the standard error)"),
+        (2.0, 2.0, 0.0, 0.0, "the same number of bits for a"),
+        (2.0, 2.0, 1e-6, 1e-6, "the same number of bits for a"),
+        (2.0, 1.0, -1.0, None, "50% fewer bits for a (a single row, too little to know the error)"),
+    ],
+)
+def test_compared_value_in_words_tells_doubtful_changes(
+    before: float, after: float, difference: float, error: float | None, said: str
+) -> None:
+    values = Metric(before, None), Metric(after, None), Metric(difference, error)
+    assert ComparedValue("a", *values, unit="row", units=1).in_words == said
+
+
+def test_compare_conversations_names_options_that_take_them(
+    before: LoadedModel, after: LoadedModel, tmp_path: Path
+) -> None:
+    write_lines(tmp_path / "chats.jsonl", draw_records(2))
+    with pytest.raises(InputError, match=r"chats\.jsonl:1: conversations, not text: .*--prompts"):
+        compare(before, after, texts=tmp_path / "chats.jsonl")
 
 
 def test_compare_prepared_folder_equals_its_texts(

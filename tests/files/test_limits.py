@@ -115,6 +115,16 @@ def test_child_calls_have_separate_time_limits(limited: Make) -> None:
     assert process.start() == 1
 
 
+def test_child_that_makes_progress_is_allowed_more_time(limited: Make) -> None:
+    work = "sum(range(300_000)) for _ in range(100)"
+    allow = "__import__('firstlight.files.limits', fromlist=['']).allow_more(0.1)"
+    assert (
+        limited(f"lambda _: len([({allow}, {work[:20]}) {work[20:]}])").call(0, seconds=0.2) == 100
+    )
+    with pytest.raises(LimitExceededError):
+        limited(f"lambda _: len([{work}])").call(0, seconds=0.2)
+
+
 def test_child_call_interrupted_leaves_no_answer_for_next(
     limited: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:

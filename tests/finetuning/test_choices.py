@@ -6,6 +6,7 @@ import dataclasses
 import json
 import math
 import re
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,10 @@ import yaml
 
 from benchmarks.memory import measured_memory
 from builders import draw_records, say, write_lines, write_model, write_texts
+from firstlight.checkpoint.checkpoint import STATE_NAME
+from firstlight.checkpoint.selection import tokens_read
 from firstlight.cli.main import main
+from firstlight.conversion.convert import convert
 from firstlight.data.records import find_records
 from firstlight.errors import ConfigError, FirstlightError, InputError
 from firstlight.finetuning.choices import (
@@ -50,7 +54,8 @@ from firstlight.run_log.names import FORECAST_NAME
 from firstlight.tokenizer import Tokenizer
 from firstlight.tokenizer.chat_template import required_tokens
 from firstlight.training.loop import train
-from firstlight.weights.huggingface import read_config
+from firstlight.weights.hub import find_model_folder
+from firstlight.weights.huggingface import TOKENS_KEY, read_config
 from firstlight.weights.stored import save_tensors
 
 pytestmark = pytest.mark.usefixtures("forked_processes")
@@ -130,7 +135,11 @@ def test_fine_tuning_teaches_model_to_answer(
     assert recipe["data"]["files"] == [str(chats)]
     assert (recipe["data"]["template"], recipe["data"]["on_bad"]) == ("alpaca", "skip")
     assert (recipe["lora"], recipe["model"]["hidden_size"]) == (None, 32)
-    assert "at hidden size 32; higher for smaller models\n  learning_rate: 0.0011" in text
+    unknown = (
+        "the number of tokens that the model has read is unknown: rate of models that read much"
+    )
+    assert unknown in " ".join(text.replace("#", "").split())
+    assert "\n  learning_rate: 0.0011" in text
     assert f"--init-from {model}" in text.splitlines()[0]
     lines = "\n".join(result_lines(run))
     assert "bits per byte of held-out answers" in lines
@@ -579,7 +588,10 @@ def test_fine_tuning_plan_counts_conversations_longer_than_context(
         assert main([*plan, *options]) == 0
         return capsys.readouterr().out
 
-    lost = r"^left out: (\d+) of (\d+) (training|held-out) conversations, longer than 320 tokens$"
+    lost = (
+        r"^left out: (\d+) of (\d+) (training|held-out) conversations, longer than 320 tokens "
+        r"\(--data\.long cut would keep their beginnings\)$"
+    )
     found = re.findall(lost, planned(), re.M)
     assert [kind for *_, kind in found] == ["training", "held-out"]
     assert [sum(int(counts[place]) for counts in found) for place in (0, 1)] == [20, 100]
@@ -679,10 +691,60 @@ def test_fine_tuning_only_models_of_few_tokens_are_young(
     # How many tokens the model was trained on before is unknown.
     tuned_run = train(recipe | {"run": {"dir": str(tmp_path / "tuned")}}, init_from=model)
     assert start(tuned_run.checkpoint).tokens is None
+    # A checkpoint of an earlier version.
+    state = json.loads((tuned_run.checkpoint / STATE_NAME).read_text())
+    del state["initial_tokens"]
+    (tuned_run.checkpoint / STATE_NAME).write_text(json.dumps(state))
+    assert tokens_read(tuned_run.checkpoint) is None
     for kind, tokens, rate in (("text", None, 5.3e-4), ("text", 1, 2.4e-3), ("chat", 1, 1.6e-3)):
         model_facts = dataclasses.replace(MODEL, tokens=tokens)
         found_rate = chosen(Length(60.0), model=model_facts, kind=kind)["optimizer.learning_rate"]
         assert found_rate == rate
+
+
+def test_number_of_tokens_read_travels_with_exports_and_fine_tuned_models(
+    tmp_path: Path, data: Path
+) -> None:
+    def trained(name: str, start: Path | None = None, **changes: Any) -> Path:
+        recipe = {
+            "run": {"dir": str(tmp_path / name)},
+            "data": {"dir": str(data), "seq_len": 32},
+            "batch": {"micro_batch_size": 4},
+            "schedule": {"max_steps": 4, "warmup_steps": 0},
+            "evaluation": {"every_steps": 0},
+        }
+        return train(recipe | changes, init_from=start).checkpoint
+
+    shape = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2,
+             "max_position_embeddings": 64}  # fmt: skip
+    average = {"average_last": 2, "every_steps": 2}
+    first, own = trained("first", model=shape, checkpoint=average), 4 * 4 * 32
+    assert tokens_read(first) == tokens_read(tmp_path / "first" / "averaged") == own
+    # Someone copies the files that transformers reads.
+    shutil.copytree(first, tmp_path / "copy", ignore=shutil.ignore_patterns("trainer_state.json"))
+    assert tokens_read(tmp_path / "copy") == own
+    exported = convert(first, tmp_path / "hf").out
+    assert tokens_read(exported) == own
+    file = convert(exported, tmp_path / "gguf", to="gguf").file
+    assert file is not None
+    assert tokens_read(find_model_folder(file)) == own
+    second = trained("second", exported)
+    assert tokens_read(second) == 2 * own
+    adapter = trained("adapter", second, lora={"rank": 2})
+    assert tokens_read(adapter) == 3 * own
+    assert tokens_read(convert(adapter, tmp_path / "merged").out) == 3 * own
+    # A copy of the adapter without its state counts what its base has read.
+    (adapter / STATE_NAME).unlink()
+    assert tokens_read(adapter) == 2 * own
+    schedule = {"max_steps": 6, "warmup_steps": 0, "resume": True}
+    assert tokens_read(trained("longer", second, schedule=schedule)) == 2 * own + 2 * 4 * 32
+
+
+@pytest.mark.parametrize("count", [True, -1, "5", 1.5])
+def test_damaged_number_of_tokens_read_is_unknown(model: Path, count: Any) -> None:
+    content = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(content | {TOKENS_KEY: count}))
+    assert tokens_read(model) is None
 
 
 def test_fine_tuning_learning_rate_follows_width_and_method() -> None:

@@ -18,7 +18,7 @@ from tokenizers.pre_tokenizers import Whitespace
 from builders import draw_records, make_texts, write_lines, write_model, write_texts
 from firstlight.data.corpus import TokenDataset
 from firstlight.data.prepare import prepare
-from firstlight.errors import ConfigError, DataError, FirstlightError, InputError
+from firstlight.errors import ConfigError, DataError, FirstlightError, InputError, ModelError
 from firstlight.finetuning.kept import own_texts
 from firstlight.from_texts import machine as machine_module
 from firstlight.from_texts.result import TextRun, result_lines
@@ -98,10 +98,54 @@ def test_kept_text_is_read_like_the_new_text(tmp_path: Path, model: Path) -> Non
     assert evaluated(run)[0] == 0
 
 
-def test_kept_text_that_is_the_new_text_is_refused(tmp_path: Path, model: Path) -> None:
-    new = write_texts(tmp_path / "new")
-    with pytest.raises(FirstlightError, match="is the new text: keep another text"):
-        tuned(new, model, keep=new)
+@pytest.mark.parametrize("kind", ["same", "copy", "prepared", "short"])
+def test_unsuitable_kept_text_is_refused_and_corrected_command_works(
+    tmp_path: Path, model: Path, tokenizer: Tokenizer, kind: str
+) -> None:
+    new, old = write_texts(tmp_path / "new"), write_texts(tmp_path / "old", words=140)
+    shutil.copytree(new, tmp_path / "copy")
+    (tmp_path / "short").write_text("a few words that are kept\n")
+    prepare([new], tokenizer, tmp_path / "prepared")
+    keep = new if kind == "same" else tmp_path / kind
+    message = rf"--keep {keep} is the new text: keep text that the model already knows, or omit"
+    if kind == "short":
+        message = "add text to --keep"
+    with pytest.raises(FirstlightError, match=message):
+        tuned(new, model, keep=keep, run_dir="run")
+    assert Path("run").exists() is (kind == "prepared")
+    run = tuned(new, model, keep=old, run_dir="run")
+    assert run.run_folder == Path("run")
+    assert evaluated(run)[0] == 0
+
+
+# The files have changed, or the run has no checkpoint, or another model is named.
+@pytest.mark.parametrize("change", [None, "text", "checkpoint", "other"])
+def test_stopped_run_is_resumed_without_its_initial_model(
+    tmp_path: Path, model: Path, change: str | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    new, old = write_texts(tmp_path / "new"), write_texts(tmp_path / "old", words=140)
+    stop = {"run.max_minutes": 1e-9, "evaluation.sample_tokens": 4}
+    first = tuned(new, model, keep=old, overrides=stop)
+    recipe = first.run_folder / "recipe.yaml"
+    recipe.write_text(recipe.read_text().replace("max_minutes: 1.0e-09", "max_minutes: null"))
+    shutil.move(model, tmp_path / "away")
+    options: dict[str, Any] = {"resume": True, "steps": None, "overrides": {}, "progress": True}
+    if change is None:
+        again = tuned(new, model, **options, init_from=None)
+        assert again.training is not None
+        assert (again.run_folder, again.training.step) == (first.run_folder, 20)
+        said = f"{model} can't be read: the run continues from its own checkpoint\n"
+        assert said in capsys.readouterr().err
+        # The run is complete.
+        assert tuned(new, model, **options).training is None
+        return
+    if change == "text":
+        next(new.iterdir()).write_text("other words\n" * 100)
+    if change == "checkpoint":
+        shutil.rmtree(first.run_folder / "checkpoints")
+    start = tmp_path / "typo" if change == "other" else model
+    with pytest.raises(ModelError, match=f"{start} does not exist"):
+        tuned(new, start, **options)
 
 
 @pytest.mark.parametrize("kind", ["files", "corpus", "run"])
@@ -188,7 +232,8 @@ def test_resumed_call_keeps_control_set(
         ({"keep": ["good", "texts"]}, ConfigError, "good is a prepared corpus: use it as the only"),
         ({"keep": "chats"}, ConfigError, "chats is a run whose data is not a prepared corpus"),
         ({"keep": "empty"}, InputError, "--keep empty: folder empty contains no text files"),
-        ({"keep": "one"}, DataError, "one has no 'val' split"),
+        ({"keep": "one"}, DataError, "--keep one: one has no 'val' split"),
+        ({"keep": "few"}, InputError, r"only \d+ tokens of the kept text can be held out"),
         ({"keep": "short.txt"}, InputError, r"only \d tokens of the kept text can be held out"),
         ({"keep": "none.txt"}, InputError, r"--keep none\.txt: the corpus is empty"),
         ({"replay": 10}, ConfigError, r"--replay is a share such as 0\.1 for 10%, not 10"),
@@ -209,6 +254,8 @@ def test_wrong_kept_text_is_refused_before_the_run(
     prepare([tmp_path / "texts"], train_tokenizer(texts, 300), tmp_path / "other")
     prepare([tmp_path / "texts"], tokenizer, tmp_path / "good")
     prepare([tmp_path / "texts"], tokenizer, tmp_path / "one", val_fraction=0.0)
+    write_lines(tmp_path / "few.jsonl", [{"text": f"word {number}"} for number in range(40)])
+    prepare([tmp_path / "few.jsonl"], tokenizer, tmp_path / "few", val_fraction=0.2)
     (tmp_path / "none.txt").write_text("")
     (tmp_path / "short.txt").write_text("a few words that are kept\n")
     with pytest.raises(error, match=message) as raised:

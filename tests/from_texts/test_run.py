@@ -720,6 +720,22 @@ def test_train_texts_failed_start_leaves_no_folder_of_linked_shards(
     assert (first.run_folder / "data" / "manifest.json").is_file()
 
 
+def test_train_texts_other_length_takes_over_a_folder_that_was_only_prepared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    texts = write_texts(tmp_path / "texts")
+    with monkeypatch.context() as patch:
+        patch.setattr(machine_module, "fitted_recipe", Mock(side_effect=ConfigError("too short")))
+        with pytest.raises(ConfigError, match="too short"):
+            trained(texts, steps=None, budget="60s")
+    assert [path.name for path in Path("runs").iterdir()] == ["texts"]
+    prepared = (Path("runs/texts/data") / "manifest.json").stat().st_ino
+    assert trained(texts, steps=2).run_folder == Path("runs/texts")
+    assert (Path("runs/texts/data") / "manifest.json").stat().st_ino == prepared
+    # A run that was trained keeps its folder, and so does one with other options.
+    assert trained(texts, steps=3).run_folder == Path("runs/texts-2")
+
+
 def test_train_texts_run_with_incomplete_shards_keeps_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

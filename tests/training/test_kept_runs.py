@@ -20,7 +20,7 @@ from firstlight.data.prepare import prepare
 from firstlight.errors import ConfigError, DataError
 from firstlight.evaluation.perplexity import evaluate
 from firstlight.recipe import parse_recipe
-from firstlight.report.report import further_charts
+from firstlight.report.report import _kept_figures, further_charts
 from firstlight.report.summary import kept_result
 from firstlight.run_log.reader import read_json_lines, read_run
 from firstlight.tokenizer import Tokenizer, train_tokenizer
@@ -241,8 +241,9 @@ def test_chosen_share_survives_rollback_to_earlier_step(
 
 
 def test_kept_text_is_compared_with_start_without_other_evaluations(
-    kept: dict[str, Any], start: Path, data: Path, tmp_path: Path, tokenizer: Tokenizer
-) -> None:
+    kept: dict[str, Any], start: Path, data: Path, tmp_path: Path, tokenizer: Tokenizer,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
     """Neither a validation split nor regular evaluations are needed."""
     write_lines(tmp_path / "new.jsonl", [{"text": text} for text in make_texts(60)])
     prepare([tmp_path / "new.jsonl"], tokenizer, tmp_path / "new", val_fraction=0.0)
@@ -251,11 +252,33 @@ def test_kept_text_is_compared_with_start_without_other_evaluations(
         run["run"]["dir"] = str(tmp_path / f"run-{folder.name}")
         run["data"]["dir"] = str(folder)
         run["evaluation"] |= {"on_start": False, "every_steps": 10 if len(steps) == 5 else 0}
-        train(run, init_from=start)
+        train(run, init_from=start, progress=True)
         assert [line["step"] for line in lines(run) if "kept/loss" in line] == steps
         events = read_json_lines(folder_of(run) / "events.jsonl")
         assert [(one["event"], one["step"]) for one in events] == [("replay", 4)]
-        assert (kept_result(folder_of(run)) is None) is (folder.name == "new")
+        result, line = kept_result(folder_of(run)), lines(run)
+        assert result is not None
+        figures = [one["kept/bits_per_byte"] for one in line if "kept/loss" in one]
+        assert result.kept[0] == figures[0]
+        if folder.name == "new":
+            assert (result.new, result.kept[1], result.step) == (None, figures[-1], 30)
+            assert str(result).endswith("(step 30; the new text has no validation split)")
+            assert next(_kept_figures(read_run(folder_of(run)))).note == str(result)
+            alone = "does not report val/loss: only the kept text is measured, and no checkpoint is"
+            assert alone in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+def test_share_of_following_rows_is_told_only_if_rows_follow(
+    kept: dict[str, Any], start: Path, steps: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    kept["schedule"] = {"max_steps": steps, "warmup_steps": 0}
+    train(kept, init_from=start, progress=True)
+    told = [one for one in capsys.readouterr().err.splitlines() if "bits for the kept text" in one]
+    assert len(told) == 1
+    assert told[0].startswith("step 1: ")
+    assert told[0].endswith("for the kept text") is (steps == 1)
+    assert ("of the following rows" in told[0]) is (steps == 2)
 
 
 def test_given_share_is_exact(kept: dict[str, Any], start: Path, old: Path) -> None:

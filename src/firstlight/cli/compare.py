@@ -13,7 +13,7 @@ from firstlight.cli.options import count_option, device_option, path_option, tas
 from firstlight.cli.output import show, show_rows, show_table, with_bar, with_json
 
 if TYPE_CHECKING:
-    from firstlight.evaluation.comparison import ComparedValue, ModelComparison, Passage
+    from firstlight.evaluation.comparison import ModelComparison, Passage
 
 
 @click.command("compare")
@@ -104,18 +104,7 @@ def _show(found: ModelComparison) -> None:
             (name, text.strip().replace("\n", "\n" + 8 * " ")) for name, text in texts.items()
         )
     if found.texts:
-        show(f"\nwith {found.after}: {'; '.join(map(_in_words, found.texts))}")
-
-
-def _in_words(value: ComparedValue) -> str:
-    """Return the change on a text in words, and whether it may be due to the choice of the text."""
-    from firstlight.evaluation.scores import change_text
-
-    words = f"{change_text(value.before.value, value.after.value)} for {value.name}"
-    error = value.difference.stderr
-    if error is None or abs(value.difference.value) > 2 * error:
-        return words
-    return f"{words} (within twice the standard error)"
+        show(f"\nwith {found.after}: {found.in_words}")
 
 
 def _show_passage(title: str, passage: Passage) -> None:

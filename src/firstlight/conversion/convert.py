@@ -24,7 +24,7 @@ from firstlight.checkpoint.checkpoint import (
     saved_vocab_multiple,
 )
 from firstlight.checkpoint.manifest import CHECKPOINTS
-from firstlight.checkpoint.selection import read_model_folder
+from firstlight.checkpoint.selection import read_model_folder, tokens_read
 from firstlight.checkpoint.sharded import sharded_model
 from firstlight.conversion.check import (
     TOLERANCES,
@@ -55,6 +55,7 @@ from firstlight.weights.hub import is_gguf
 from firstlight.weights.huggingface import (
     CONFIG_NAME,
     GENERATION_CONFIG_NAME,
+    TOKENS_KEY,
     config_from_hf,
     end_ids,
     eos_ids_of,
@@ -579,6 +580,7 @@ def _read_folder(folder: Path, name: str, given: Tokenizer | None) -> Source:
     if is_adapter(folder):
         return _read_adapter(folder, name, given)
     content, tensors = read_folder(folder)
+    content |= _history(folder)
     model = Source(
         program="Hugging Face",
         name=name,
@@ -589,6 +591,12 @@ def _read_folder(folder: Path, name: str, given: Tokenizer | None) -> Source:
         generation=_generation(read_generation([folder]), eos_ids_of(folder, None), given),
     )
     return with_qkv_biases(model)
+
+
+def _history(folder: Path) -> dict[str, int]:
+    """Return the entry of config.json for the number of tokens that the model has read, or {}."""
+    tokens = tokens_read(folder)
+    return {} if tokens is None else {TOKENS_KEY: tokens}
 
 
 def _generation(
@@ -638,7 +646,7 @@ def _read_adapter(folder: Path, name: str, given: Tokenizer | None) -> Source:
         for key in ("tie_word_embeddings", "vocab_size")
         if getattr(now, key) != getattr(before, key)
     }
-    merged = {**content, **changes}
+    merged = {**content, **changes, **_history(folder)}
     own = given or tokenizer_of(folder)
     tensors = weights_to_save(loaded.model)
     model = Source(

@@ -1,8 +1,8 @@
 """Clean text while it is being read.
 
 `split_documents` splits text into documents at separators such as <|endoftext|>. `cleaned` replaces
-CRLF line endings, and removes Project Gutenberg's header and licence, and the numbers and
-timestamps of subtitles.
+CRLF line endings, and removes Project Gutenberg's header and licence, and everything in subtitles
+that is not shown.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
+from html import unescape
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -76,6 +77,16 @@ _TIMES = re.compile(
     r"\AWEBVTT(?:[^\n]|\n(?!\n))*"
     r"|(?:\A|(?<!\n)\n)\n*(?:[^\n]+\n)?(?:\d+:)?\d\d:\d\d[.,]\d{3}[ \t]+-->[^\n]*(?:\n|\Z)"
 )
+#: Blocks of a .vtt file that are not shown: comments and styles.
+_NOT_SHOWN = re.compile(r"(?m)(?<=\n\n)(?:NOTE|STYLE|REGION)(?=[ \t\n])(?:[^\n]|\n(?!\n))*\n*")
+#: Speaker of a subtitle in WebVTT, such as <v.loud Bob>.
+_VOICE = re.compile(r"<v(?:\.[^\s>]*)?[ \t]+([^>\n]+)>")
+#: Tags and times in subtitles, and positions such as {\an8}.
+_SUBTITLE_TAG = re.compile(
+    r"</?(?:[bciusv]|font|lang|ruby|rt)(?:[.\s][^<>]*)?>|<(?:\d+:)+\d+\.\d+>|\{\\[^{}\n]*\}",
+    re.IGNORECASE,
+)
+_ENTITY = re.compile(r"&(?:#\d+|#[xX][\da-fA-F]+|[A-Za-z]+);")
 #: Names of the changes made by `cleaned`, under which they are counted. If text was split at a
 #: separator, the name of the change is the separator string itself.
 CRLF = "crlf"
@@ -252,8 +263,8 @@ def cleaned(
     made. The cleaned text is "" if nothing remains.
 
     CRLF line endings are replaced with LF. Project Gutenberg's header and licence are removed,
-    except from source code. The numbers and timestamps of subtitles are removed from subtitle
-    files.
+    except from source code. The numbers, times and tags of subtitles are removed from subtitle
+    files, and each line of rolling captions is kept once.
 
     Args:
         text: the text of a document.
@@ -269,8 +280,30 @@ def cleaned(
         if body != text:
             text, changes = body, (*changes, GUTENBERG)
     if is_subtitles and _TIMES.search(text):
-        text, changes = _TIMES.sub("\n", text).strip("\n") + "\n", (*changes, SUBTITLES)
+        text, changes = _subtitles(text), (*changes, SUBTITLES)
     return text if text.strip() else "", changes
+
+
+def _subtitles(text: str) -> str:
+    """Return the lines that a viewer reads."""
+    if text.startswith("WEBVTT"):
+        text = _NOT_SHOWN.sub("", text)
+    cues = []
+    for cue in _TIMES.split(text):
+        shown = _SUBTITLE_TAG.sub("", _VOICE.sub(r"\1: ", cue))
+        shown = _ENTITY.sub(lambda found: unescape(found[0]), shown).replace("\xa0", " ")
+        cues.append([line.strip() for line in shown.split("\n") if line.strip()])
+    new = [_unrepeated(lines, before) for before, lines in zip([[], *cues], cues, strict=False)]
+    repeats = sum(len(lines) < len(cue) for lines, cue in zip(new, cues, strict=True))
+    # Rolling captions repeat lines in most cues, while a film has a few answers that are the same.
+    rolling = 2 * repeats > len([cue for cue in cues if cue])
+    return "\n".join(line for cue in (new if rolling else cues) for line in cue) + "\n"
+
+
+def _unrepeated(lines: list[str], before: list[str]) -> list[str]:
+    """Return the lines of a cue without the first ones if the cue before ended with them."""
+    counts = range(min(len(lines), len(before)), 0, -1)
+    return lines[next((n for n in counts if lines[:n] == before[-n:]), 0) :]
 
 
 def without_gutenberg(text: str) -> str:
@@ -368,7 +401,8 @@ def change_lines(
             what = "Project Gutenberg's header and licence"
             yield f"{where}: {what} removed{within} (--as-is keeps them)"
         elif change == SUBTITLES:
-            yield f"{where}: numbers and times of subtitles removed{within} (--as-is keeps them)"
+            what = "numbers, times and tags of subtitles"
+            yield f"{where}: {what} removed{within} (--as-is keeps them)"
         elif change.startswith(_KEPT):
             mark = change.removeprefix(_KEPT)
             yield f"{where}: {mark} that is not between documents is treated as plain text{within}"

@@ -160,12 +160,16 @@ _JSON = FileKind(
 )
 _BY_ENDING = {ending: kind for kind in _KINDS for ending in kind.endings.split()}
 
+#: A pattern that occurs in the first bytes of the chats that Telegram exports.
+TELEGRAM_SIGN = (
+    rb'"type":\s*"(?:personal_chat|bot_chat|saved_messages|'
+    rb'(?:private|public)_(?:group|supergroup|channel))"|"about":\s*"Here is the data you requested'
+)
 #: Types of JSON files to which other programs export chats. Each entry consists of a pattern that
 #: occurs in the first bytes of such a file, and the file type.
 _EXPORTS = (
     (
-        rb'"type":\s*"(?:personal_chat|bot_chat|saved_messages|(?:private|public)_\w+)"'
-        rb'|"about":\s*"Here is the data you requested',
+        TELEGRAM_SIGN,
         FileKind(
             "a chat export from Telegram",
             "none of its senders is an assistant: train on it as text, without records beside it",

@@ -18,6 +18,7 @@ import io
 import lzma
 import re
 import shlex
+import zipfile
 import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -430,7 +431,8 @@ def _converted(path: Path) -> Path:
 
 
 def open_compressed(path: Path) -> IO[bytes]:
-    """Open a file for reading, decompressed according to its suffix (.gz, .bz2, .xz, .zst).
+    """Open a file for reading, decompressed according to its suffix (.gz, .bz2, .xz, .zst). Of a
+    .zip file, open the conversations in an export of ChatGPT or Claude.
 
     Raises:
         OSError: the file can't be opened. Reading the file also raises this error if the file is
@@ -441,13 +443,23 @@ def open_compressed(path: Path) -> IO[bytes]:
     suffix = path.suffix.lower()
     zstandard = optional("zstandard", f"reading {path}") if suffix == ".zst" else None
     openers: dict[str, Any] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
+    openers[".zip"] = _open_zipped_export
     file = openers.get(suffix, open)(path, "rb")
-    if suffix not in _PROGRAMS:
+    if suffix not in openers and zstandard is None:
         return cast("IO[bytes]", file)
     chunks = iter(lambda: file.read(_PIECE_BYTES), b"")
     if zstandard is not None:
         chunks = _unpacked_zst(file, zstandard)
     return io.BufferedReader(_ChunkFile(_bounded(chunks, path), file), _PIECE_BYTES)
+
+
+def _open_zipped_export(path: Path, mode: str) -> IO[bytes]:
+    assert mode == "rb"
+    try:
+        with zipfile.ZipFile(path) as archive:
+            return archive.open("conversations.json")
+    except (KeyError, RuntimeError, zipfile.BadZipFile) as error:
+        raise OSError("it contains no conversations.json of ChatGPT or Claude") from error
 
 
 class _ChunkFile(io.RawIOBase):

@@ -76,7 +76,8 @@ from firstlight.data.tables import read_arrow, read_parquet, read_table, without
 from firstlight.errors import InputError, MissingDependencyError, describe_read_error, first_line
 from firstlight.tokenizer.messages import TOOLS
 
-_JSON_SUFFIXES = compressed(".json")
+#: Both ChatGPT and Claude deliver the JSON file of an export in a .zip file.
+_JSON_SUFFIXES = (*compressed(".json"), ".zip")
 RECORD_SUFFIXES = (*LINES_SUFFIXES, *_JSON_SUFFIXES, *TABLE_SUFFIXES, ".parquet", ".arrow")
 
 #: Maximum size in bytes of a line in a JSONL file of records (`_MAX_LINE_BYTES`) and of a JSON file
@@ -216,12 +217,16 @@ def find_splits(
         root = Path(item).expanduser()
         if item.startswith("hf:") or root.is_file():
             continue
+        try:
+            inside = find_records([item])
+        except InputError:  # The input contains other files only.
+            continue
         # For a glob, use only the name of the file itself, without the names of its folders.
         of_item = {
             source.name: _split_named(
                 source.path.relative_to(root).parts if root.is_dir() else source.path.parts[-1:]
             )
-            for source in find_records([item])
+            for source in inside
             if source.path is not None
         }
         if not {"val", "test"}.issuperset(of_item.values()):

@@ -526,7 +526,8 @@ def _files_under(folder: Path) -> Iterator[Path]:
         for name in names:
             file = Path(root) / name
             is_about = name in _DATASET_FILES or name.startswith("cache-")
-            if not name.startswith(".") and not (is_about and is_saved):
+            # Word keeps the owner of an open document in a file such as ~$letter.docx.
+            if not name.startswith((".", "~$")) and not (is_about and is_saved):
                 yield file
 
 

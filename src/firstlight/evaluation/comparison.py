@@ -27,7 +27,7 @@ import tokenizers
 import torch
 import torch.nn.functional as F
 
-from firstlight.console import counted
+from firstlight.console import counted, say
 from firstlight.data.corpus import TokenDataset
 from firstlight.data.loader import IGNORE_INDEX
 from firstlight.data.packing import kind_of
@@ -48,6 +48,7 @@ from firstlight.evaluation.scores import (
     Progress,
     RowLoss,
     TaskResult,
+    change_text,
     mean_and_error,
     mean_loss,
     sampled_rows,
@@ -109,6 +110,17 @@ class ComparedValue:
             f"{'+' if self.difference.value > 0 else ''}{difference}",
             "" if self.units is None else counted(self.units, self.unit),
         ]
+
+    @property
+    def in_words(self) -> str:
+        """The change on a text in words, and whether it may be due to the choice of the text."""
+        change, error = change_text(self.before.value, self.after.value), self.difference.stderr
+        doubt = ""
+        if error is None:
+            doubt = f" (a single {self.unit}, too little to know the error)"
+        elif "same" not in change and abs(self.difference.value) <= 2 * error:
+            doubt = " (within twice the standard error)"
+        return f"{change} for {self.name}{doubt}"
 
 
 @dataclass(frozen=True)
@@ -174,6 +186,7 @@ class ModelComparison:
             from the first to the second model.
         tasks: scores of both models on each task.
         answers: responses of both models to each prompt.
+        in_words: the changes on all texts in words; "" without texts.
     """
 
     before: str
@@ -184,6 +197,10 @@ class ModelComparison:
     better: list[Passage]
     tasks: list[ComparedValue]
     answers: list[ComparedAnswer]
+
+    @property
+    def in_words(self) -> str:
+        return "; ".join(one.in_words for one in self.texts)
 
 
 @dataclass(frozen=True)
@@ -230,7 +247,7 @@ def compare(
     sample: int | None = None,
     seed: int = 0,
     seq_len: int | None = None,
-    passages: int = 5,
+    passages: int = 3,
     items: int | None = None,
     task_folder: str | Path | None = None,
     chat_template: bool | None = None,
@@ -295,8 +312,8 @@ def compare(
     documents = {name: documents_of(name) for name in map(str, _listed(texts))}
     models = loaded_for_evaluation(before, device), loaded_for_evaluation(after, device)
     if on_texts and not documents:
-        for name in _held_out(models):
-            held_out = documents_of(name)
+        for name, folder in _held_out(models).items():
+            held_out = documents_of(folder)
             # Two runs on the same texts hold out the same documents.
             if held_out not in documents.values():
                 documents[name] = held_out
@@ -346,28 +363,49 @@ def _listed(values: Any) -> list[Any]:
 # Texts
 
 
-def _held_out(models: Collection[LoadedModel]) -> list[str]:
-    """Return the prepared folders with the training data of the models. Folders without validation
-    text are omitted.
+def _held_out(models: Collection[LoadedModel]) -> dict[str, str]:
+    """Return the prepared folders with the training data and with the kept text of the models,
+    keyed by the names of the texts. Folders without validation text are omitted. The user is told
+    which folders do not exist any more.
 
     Raises:
-        ConfigError: there is no such folder.
+        ConfigError: there is no folder with validation text.
     """
-    found: dict[str, None] = {}
+    found: dict[str, str] = {}
+    gone: dict[str, None] = {}
     for loaded in models:
-        trained = training_data(loaded)
-        for place in (trained.get("dir"), *(trained.get("corpora") or {}).values()):
-            folder = None if place is None else local_folder(place, ("val",))
-            if folder is not None and (folder / MANIFEST_NAME).is_file():
-                manifest = read_manifest(folder)
-                if kind_of(manifest) == "text" and "val" in manifest["splits"]:
-                    found[str(place)] = None
+        for name, place in _texts_of_run(loaded):
+            folder = local_folder(place, ("val",))
+            if not (folder / MANIFEST_NAME).is_file():
+                gone[name] = None
+                continue
+            manifest = read_manifest(folder)
+            if kind_of(manifest) == "text" and "val" in manifest["splits"]:
+                found[name] = place
+    missing = f"the held-out text of {', '.join(gone)} was moved or deleted"
     if not found:
         raise ConfigError(
-            "neither model is a run with held-out text: add data to compare the models on with "
-            "--text FILE, --tasks TASK or --prompt TEXT"
+            f"{missing if gone else 'neither model is a run with held-out text'}: add data to "
+            "compare the models on with --text FILE, --tasks TASK or --prompt TEXT"
         )
-    return list(found)
+    if gone:
+        say(f"not compared: {missing}; name it with --text to include it")
+    return found
+
+
+def _texts_of_run(loaded: LoadedModel) -> Iterator[tuple[str, str]]:
+    """Yield the name and the prepared folder or URL of each text that a model's run evaluates."""
+    trained = training_data(loaded)
+    for place in (trained.get("dir"), *(trained.get("corpora") or {}).values()):
+        if place is not None:
+            yield place, place
+    kept, own = trained.get("keep"), loaded.folder.parent.parent / "kept"
+    # The run may have been moved. Older checkpoints do not name the kept text.
+    is_known = kept is not None and (is_url(kept) or Path(kept).is_dir())
+    if trained and not is_known and (own / MANIFEST_NAME).is_file():
+        kept = str(own)
+    if kept is not None:
+        yield f"kept text in {kept}", kept
 
 
 def documents_of(name: str) -> list[str]:
@@ -384,6 +422,12 @@ def documents_of(name: str) -> list[str]:
         for record in read_documents(find_sources([name])):
             if record.error is None:
                 found.append(record.value)
+            elif record.error.reason == "conversation":
+                raise InputError(
+                    f"{record.place}: conversations, not text: name a text with --text, or ask "
+                    "both models questions with --prompts FILE (firstlight eval measures prepared "
+                    "conversations)"
+                )
             elif record.error.reason != "empty":
                 raise InputError(f"{record.place}: {record.error}")
     if not (found := [text for text in found if text.strip()]):

@@ -47,6 +47,9 @@ _LOOK_SECONDS, _PATIENCE = 0.1, 20.0
 #: CPU time limit for starting a child, in seconds.
 _START_SECONDS = 30.0
 
+#: Kind of the message with which a child asks for more time.
+_MORE = "more"
+
 
 class LimitExceededError(FirstlightError):
     """Raised if a call exceeds a limit or terminates the child process. The message states the
@@ -164,12 +167,16 @@ class LimitedProcess:
             content = json.dumps([request, seconds], ensure_ascii=False)
             self._connection.send_bytes(content.encode("utf-8", "surrogatepass"))
             until = time.monotonic() + _PATIENCE * max(seconds, 1.0)
-            while not self._connection.poll(_LOOK_SECONDS):
-                if time.monotonic() > until or self._resident() > self._most_resident:
-                    raise EOFError
-            kind, result = json.loads(
-                self._connection.recv_bytes().decode("utf-8", "surrogatepass")
-            )
+            kind = _MORE
+            while kind == _MORE:
+                while not self._connection.poll(_LOOK_SECONDS):
+                    if time.monotonic() > until or self._resident() > self._most_resident:
+                        raise EOFError
+                kind, result = json.loads(
+                    self._connection.recv_bytes().decode("utf-8", "surrogatepass")
+                )
+                if kind == _MORE:
+                    until += _PATIENCE * result
         except (OSError, EOFError):
             self.close()
             raise LimitExceededError(
@@ -232,6 +239,21 @@ os.register_at_fork(after_in_child=_forget_all)
 _CHILD_CODE = "from firstlight.files.limits import serve; serve(int(sys.argv[1]))"
 
 
+_connections: list[Connection] = []
+
+
+def allow_more(seconds: float) -> None:
+    """Allow the call in progress more CPU time. Called in the child, when it has made progress.
+
+    Args:
+        seconds: number of seconds that are added to the CPU time limit.
+    """
+    if _connections:
+        left, _ = signal.getitimer(signal.ITIMER_PROF)
+        signal.setitimer(signal.ITIMER_PROF, left + seconds)
+        _connections[0].send_bytes(json.dumps([_MORE, seconds]).encode())
+
+
 def serve(descriptor: int) -> None:
     """Serve requests in the child until the connection is closed.
 
@@ -244,6 +266,7 @@ def serve(descriptor: int) -> None:
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGPROF])
     connection = Connection(descriptor)
+    _connections.append(connection)
     function: Callable[[Any], Any] = _prepare
     while True:
         try:

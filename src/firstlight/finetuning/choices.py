@@ -124,8 +124,8 @@ class StartingModel:
         parameters: number of parameters.
         hidden_size, layers: hidden size and number of layers of the model.
         context: context length of the model in tokens.
-        tokens: number of tokens that firstlight has trained the model on; None if another program
-            has trained it, or if it was fine-tuned from another model.
+        tokens: number of tokens that the model has read in all of its training; None if it is
+            unknown, because another program has trained the model.
     """
 
     parameters: int
@@ -144,18 +144,17 @@ def starting_model(folder: Path, config: ModelConfig) -> StartingModel:
     """Return the properties of the model in a checkpoint or model folder.
 
     Raises:
-        CheckpointError: the checkpoint is damaged.
+        CheckpointError, ModelError: a file is damaged.
     """
-    from firstlight.checkpoint.checkpoint import STATE_NAME, load_trainer_state
+    from firstlight.checkpoint.selection import tokens_read
     from firstlight.models.accounting import count_parameters, meta_model
 
-    state = load_trainer_state(folder) if (folder / STATE_NAME).is_file() else {}
     return StartingModel(
         count_parameters(meta_model(config)).total,
         config.hidden_size,
         config.num_hidden_layers,
         config.max_position_embeddings,
-        tokens=None if state.get("init_from") else state.get("tokens_seen"),
+        tokens=tokens_read(folder),
     )
 
 
@@ -364,6 +363,11 @@ def _optimizer_choices(facts: TuningFacts, fixed: Mapping[str, Any]) -> Iterator
     reason = f"for {trained} at hidden size {model.hidden_size:,}; higher for smaller models"
     if model.is_young:
         reason = f"for {trained} of a model that was trained on only {model.tokens:,} tokens"
+    elif model.tokens is None:
+        reason += (
+            "; the number of tokens that the model has read is unknown: rate of models that read "
+            "much"
+        )
     if facts.data.kind == "preference" and "learning_rate" not in own:
         rate = float(f"{defaults.PAIR_MULTIPLE * rate:.2g}")
     yield Choice("optimizer.name", "adamw", "the usual optimizer for fine-tuning")

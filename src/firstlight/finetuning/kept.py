@@ -27,9 +27,9 @@ from firstlight.data.sources import (
     find_sources,
     limited_sources,
 )
-from firstlight.errors import ConfigError, InputError, TokenizerError
-from firstlight.files.atomic import MAX_JSON_BYTES, make_folder, read_file, write_file
-from firstlight.from_texts.run_folder import DATA_FOLDER, RECIPE_NAME
+from firstlight.errors import ConfigError, DataError, InputError, TokenizerError
+from firstlight.files.atomic import MAX_JSON_BYTES, make_folder, read_file, sha256_of, write_file
+from firstlight.from_texts.run_folder import CONTROL_NAME, DATA_FOLDER, KEPT_FOLDER, RECIPE_NAME
 from firstlight.planner.advise import defaults
 from firstlight.recipe.load import parse_yaml
 
@@ -38,9 +38,6 @@ if TYPE_CHECKING:
     from firstlight.from_texts.run_folder import RunCall
     from firstlight.tokenizer import Tokenizer
 
-#: Subfolder of the run folder with the prepared kept text, and file with the texts of the control
-#: set.
-KEPT_FOLDER, CONTROL_NAME = "kept", "control.jsonl"
 #: Number of UTF-8 bytes of prose and of code in the control set, and maximum bytes of a document.
 _PYTHON_BYTES, _DOCUMENT_BYTES = 240_000, 40_000
 #: Number of texts that the model writes, and maximum number of tokens in each.
@@ -62,10 +59,10 @@ class KeptText:
         tokenizer: tokenizer of the initial model.
 
     Raises:
-        InputError: a file can't be found.
+        InputError: a file can't be found, or a prepared corpus holds out too little text.
         DataError: a prepared corpus is not text, or has no validation split.
-        ConfigError: a prepared corpus was prepared with a different tokenizer, or is one of several
-            inputs.
+        ConfigError: the files are those of the new text, or a prepared corpus was prepared with a
+            different tokenizer, or is one of several inputs.
     """
 
     def __init__(self, request: Request, model: Path, tokenizer: Tokenizer) -> None:
@@ -87,14 +84,20 @@ class KeptText:
                     f"--keep {self._prepared} was prepared with a different tokenizer than the "
                     "model's: name the text files instead"
                 )
-            for split in ("train", "val"):  # Raises an error if it is not such a split of text.
-                TokenDataset(self._prepared, split, verify=False)
+            try:
+                for split in ("train", "val"):  # Raises an error if it is not such a split of text.
+                    held = TokenDataset(self._prepared, split, verify=False).num_tokens
+            except DataError as error:
+                raise DataError(f"--keep {self._prepared}: {error}") from error
+            _require_tokens(held)
             self._key = json.dumps(manifest, sort_keys=True)
         elif keep:
             try:
                 self._sources = find_sources(keep, as_is=request.as_is)
             except InputError as error:
                 raise InputError(f"--keep {shlex.join(keep)}: {error}") from error
+            if _same_content(self._sources, request):
+                raise same_text(keep)
             paths = [one.path for one in self._sources if one.path is not None]
             stats = [(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in paths]
             self._key = json.dumps([list(keep), stats])
@@ -134,11 +137,8 @@ class KeptText:
         size = sum(split["text_bytes"] for split in manifest["splits"].values())
         held = manifest["splits"].get("val", {"tokens": 0})["tokens"]
         call.tell(f"kept text: {human_bytes(size)}, {counted(held, 'token')} held out")
-        if self._sources and held < _LEAST_TOKENS:
-            raise InputError(
-                f"only {counted(held, 'token')} of the kept text can be held out, too few to "
-                "measure what is lost: add text to --keep"
-            )
+        if self._sources:
+            _require_tokens(held)
         if held < _FEW_TOKENS:
             call.tell("the kept text is short, so its bits per byte are not exact: keep more text")
         call.remember(kept_key=key)
@@ -177,6 +177,40 @@ class KeptText:
         except TokenizerError:
             return False
         return True
+
+
+def _require_tokens(held: int) -> None:
+    if held < _LEAST_TOKENS:
+        raise InputError(
+            f"only {counted(held, 'token')} of the kept text can be held out, too few to measure "
+            "what is lost: add text to --keep"
+        )
+
+
+def same_text(keep: Sequence[str]) -> ConfigError:
+    """Return the error for kept text that is the new text."""
+    return ConfigError(
+        f"--keep {shlex.join(keep)} is the new text: keep text that the model already knows, or "
+        "omit --keep"
+    )
+
+
+def _same_content(sources: Sequence[DataSource], request: Request) -> bool:
+    """Return True if the kept text and the new text have the same files, under any names."""
+    try:
+        new = find_sources(request.inputs, as_is=request.as_is)
+    except InputError:  # Conversations can be in files that are not text files.
+        return False
+    if [one.name for one in sources] == [one.name for one in new]:
+        return True
+    kept_paths, new_paths = (
+        [one.path for one in several if one.path is not None] for several in (sources, new)
+    )
+    sizes = [sorted(path.stat().st_size for path in paths) for paths in (kept_paths, new_paths)]
+    if not sizes[0] or sizes[0] != sizes[1]:
+        return False  # Most files need not be read.
+    kept_digests, new_digests = (sorted(map(sha256_of, p)) for p in (kept_paths, new_paths))
+    return kept_digests == new_digests
 
 
 def _prepared_folder(name: str) -> Path | None:

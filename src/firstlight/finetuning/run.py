@@ -26,6 +26,7 @@ from firstlight.data.conversations import (
     to_conversation,
     to_pair,
 )
+from firstlight.data.formats.registry import format_of
 from firstlight.data.records import (
     RECORD_SUFFIXES,
     find_records,
@@ -46,7 +47,7 @@ from firstlight.finetuning.choices import (
     row_of,
     starting_model,
 )
-from firstlight.finetuning.kept import KeptText
+from firstlight.finetuning.kept import KeptText, same_text
 from firstlight.from_texts.plan import Choice, Row, RunPlan, given_batch, given_unit
 from firstlight.from_texts.preparation import Preparation, fitting_prompts, prepared_texts
 from firstlight.from_texts.request import AS_CHAT, Request
@@ -370,6 +371,7 @@ class FineTuning:
         """Prepare the text and train the model. Before training, the settings are chosen again from
         the actual number of tokens and the remaining time.
         """
+        from firstlight.data.shards import read_manifest
         from firstlight.from_texts.machine import train_plan
 
         assert isinstance(plan, TuningPlan)
@@ -379,6 +381,9 @@ class FineTuning:
         if self._scan is not None:
             plan = self._with_texts(plan, self._scan, call)
             places |= {"dir": str(call.folder / DATA_FOLDER)}
+            kept_data, new_data = (read_manifest(Path(one)) for one in places.values())
+            if kept_data == new_data:
+                raise same_text(request.keep)
         else:
             assert self._chats is not None
             call.remember(data=str(self._chats.train.folder), kind="chat")
@@ -431,7 +436,10 @@ def _require_readable(inputs: Sequence[str], text_key: str) -> None:
         InputError: a file is damaged, or its records are unsuitable.
     """
     for item in inputs:
-        if not item.lower().endswith(RECORD_SUFFIXES) or not Path(item).expanduser().is_file():
+        path = Path(item).expanduser()
+        if not item.lower().endswith(RECORD_SUFFIXES) or not path.is_file():
+            continue
+        if format_of(path) is not None:  # An archive, or a chat between people, is read as text.
             continue
         with closing(read_records(find_records([item]))) as records:
             first = next(records, None)
@@ -567,10 +575,16 @@ class Conversations:
         lines = []
         for split, kind in self._splits():
             packing, total = split.packing(seq_len), len(_unit_lengths(split))
-            for count, fate in ((packing.dropped, "left out"), (packing.cut, "cut")):
+            # The two answers of a preference pair can't be cut.
+            is_chat = self.facts.kind == "chat"
+            whole = " (--data.long cut would keep their beginnings)" if is_chat else ""
+            for count, fate, hint in (
+                (packing.dropped, "left out", whole),
+                (packing.cut, "cut", ""),
+            ):
                 if count:
                     what = f"{count:,} of {total:,} {kind} {self.facts.unit}s"
-                    lines.append(f"{fate}: {what}, longer than {seq_len:,} tokens")
+                    lines.append(f"{fate}: {what}, longer than {seq_len:,} tokens{hint}")
         return lines
 
     def too_long_places(self, seq_len: int) -> list[str]:

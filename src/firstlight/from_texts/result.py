@@ -124,7 +124,7 @@ def result_of(call: RunCall, result: TrainResult | None, request: Request) -> Te
     best = is_worse and kept is not None and kept.step in best_steps
     trade = kept_result(folder)
     best_bits = min(found, default=None)
-    if trade is not None:
+    if trade is not None and trade.new is not None:
         best = not trade.is_last
         best_bits = None if trade.of_pairs else trade.new[1]
     key = "val/reward_accuracy"

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from firstlight.console import say, time_text
-from firstlight.errors import ConfigError
+from firstlight.errors import CheckpointError, ConfigError, ModelError
 from firstlight.from_texts.plan import RunPlan
 from firstlight.from_texts.request import DEFAULT_SECONDS, Request, request_of
 from firstlight.from_texts.run_folder import (
@@ -20,6 +20,7 @@ from firstlight.from_texts.run_folder import (
     earlier_initial_model,
     earlier_request,
     facts_of_files,
+    key_without_model,
     place_of_run,
     remembered,
 )
@@ -177,17 +178,26 @@ def train_texts(
     )
     if resume and init_from is None:
         request = replace(request, init_from=earlier_initial_model(request, run_dir))
-    work = work_of(request, tell, progress=progress)
+    work: Work | None = None
+    try:
+        work = work_of(request, tell, progress=progress)
+        content_key = work.content_key
+    except (CheckpointError, ModelError):
+        key = key_without_model(request, run_dir) if resume else None
+        if key is None:
+            raise
+        content_key = key
+        tell(f"{request.init_from} can't be read: the run continues from its own checkpoint")
     # These modules are imported after the first message, because they import torch, which takes
     # several seconds.
     from firstlight.checkpoint.run_folder import held
     from firstlight.from_texts.result import result_of
 
     if resume:
-        request = earlier_request(request, work.content_key, run_dir)
+        request = earlier_request(request, content_key, run_dir)
     request, plan, waited = _with_length(request, work, ask, tell)
     notes: list[str] = []
-    folder = place_of_run(request, work.content_key, run_dir, notes.append)
+    folder = place_of_run(request, content_key, run_dir, notes.append)
     with held(folder, LOCK_NAME):
         call = RunCall(
             folder,
@@ -201,7 +211,7 @@ def train_texts(
 
 
 def _with_length(
-    request: Request, work: Work, ask: Ask | None, tell: Callable[[str], None]
+    request: Request, work: Work | None, ask: Ask | None, tell: Callable[[str], None]
 ) -> tuple[Request, RunPlan | None, float]:
     """Ask the user for the length of the run if it is not set. Return the request with its length,
     the plan that was shown to the user, and the number of seconds spent waiting for the user. These
@@ -214,18 +224,24 @@ def _with_length(
         tell(f"no --budget given: using {time_text(DEFAULT_SECONDS)}")
         return replace(request, seconds=DEFAULT_SECONDS), None, 0.0
     asked = time.time()
+    assert work is not None  # A run that is continued without its initial model has a length.
     plan = work.plan(request)
     seconds = ask(plan)
     return replace(request, seconds=seconds), plan, time.time() - asked
 
 
 def _result(
-    work: Work, plan: RunPlan | None, request: Request, call: RunCall, notes: Sequence[str]
+    work: Work | None,
+    plan: RunPlan | None,
+    request: Request,
+    call: RunCall,
+    notes: Sequence[str],
 ) -> TrainResult | None:
     """Start or resume the run. Return None if it is already complete.
 
     Args:
-        work: object that performs the requested work.
+        work: object that performs the requested work; None to resume a run whose initial model does
+            not exist any more.
         plan: plan that was shown to the user; None if no plan was shown.
         request: inputs, length and overrides of the run.
         call: run folder, time and messages.
@@ -237,6 +253,7 @@ def _result(
     if call.state.get("begun") and (call.folder / RECIPE_NAME).is_file():
         result = _go_on(request, call)
     else:
+        assert work is not None
         call.remember(
             request=remembered(request),
             inputs=list(map(str, request.inputs)),

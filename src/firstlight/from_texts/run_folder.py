@@ -38,6 +38,9 @@ if TYPE_CHECKING:
 STATE_NAME = "pipeline.json"
 #: Subfolder of the run folder with the tokenizer and shards.
 DATA_FOLDER = "data"
+#: Subfolder of the run folder with the prepared kept text, and file with the texts of the control
+#: set; see `finetuning.kept`.
+KEPT_FOLDER, CONTROL_NAME = "kept", "control.jsonl"
 #: File in the run folder that lists conversations that are longer than a row.
 TOO_LONG_NAME = "too-long.txt"
 #: Lock file in the run folder, which is locked during a call to `train_texts`.
@@ -56,7 +59,8 @@ _LEAST_SECONDS = 10.0
 #: is multiplied by this factor.
 _SLOWER = 1.25
 #: Attributes of a request that are saved in the run folder's state in addition to the overrides.
-_LENGTH_AND_SIZE = ("seconds", "tokens", "steps", "size")
+_LENGTHS = ("seconds", "tokens", "steps")
+_LENGTH_AND_SIZE = (*_LENGTHS, "size")
 #: Maximum number of input files whose size and modification time are recorded.
 _KNOWN_FILES = 1000
 #: Reason that is written to the recipe for settings that were chosen without a specific reason.
@@ -123,7 +127,9 @@ class RunCall:
         folder without a state file is not treated as a run folder."""
         if self.state.get("begun"):
             return
-        data = self.folder / DATA_FOLDER
+        data, kept = (self.folder / name for name in (DATA_FOLDER, KEPT_FOLDER))
+        if kept.is_dir():  # The next call may be given other kept text.
+            remove_folder(kept)
         if self.state.get("has_linked_data") and data.is_dir():
             # These files are only links to another run's data. If the folder contains its own data,
             # the state is kept, because unfinished shards would otherwise be left in a folder that
@@ -132,7 +138,8 @@ class RunCall:
         if not data.exists():
             self.state = {}
             with storage_errors(self.folder):
-                (self.folder / STATE_NAME).unlink(missing_ok=True)
+                for name in (CONTROL_NAME, STATE_NAME):
+                    (self.folder / name).unlink(missing_ok=True)
 
     def write_unread(self, names: Sequence[str]) -> None:
         """Write a list of the files that were not read, and the reasons, to the run folder. Do
@@ -278,8 +285,17 @@ def place_of_run(
         if not folder.is_dir() or all(one.name.startswith(".") for one in folder.iterdir()):
             break
         state = read_state(folder)
-        if _is_of(state, content_key) and state["request"] == remembered(request):
-            break
+        if _is_of(state, content_key):
+            # If the earlier call only prepared the texts, for example because its budget was too
+            # short, the corrected command may use the folder.
+            has_begun = state.get("begun")
+            ignored = () if has_begun else _LENGTHS
+            earlier, wanted = (
+                {name: value for name, value in one.items() if name not in ignored}
+                for one in (state["request"], remembered(request))
+            )
+            if earlier == wanted or (is_given and not has_begun):
+                break
         if is_given:
             changed = "".join(
                 f"{one}; " for one in _changes_since(state, folder, request, content_key)
@@ -356,14 +372,38 @@ def earlier_initial_model(request: Request, run_dir: str | Path | None) -> str |
     """Return the initial model of the newest unfinished run on the same inputs. If all runs are
     complete, return the one of the newest run. None stands for a new model, or for no run.
     """
+    _, state = _newest_run(request, run_dir)
+    model: str | None = state.get("request", {}).get("init_from")
+    return model
+
+
+def key_without_model(request: Request, run_dir: str | Path | None) -> str | None:
+    """Return the content key of the newest run on the same inputs and initial model, if it can be
+    resumed without this model: it has a checkpoint, and its inputs have not changed. Otherwise,
+    return None.
+    """
+    from firstlight.checkpoint.selection import list_checkpoints
+
+    folder, state = _newest_run(request, run_dir)
+    is_same = state.get("request", {}).get("init_from") == request.init_from
+    if not (is_same and list_checkpoints(folder) and state["files"] == facts_of_files(request)):
+        return None
+    key: str = state["content_key"]
+    return key
+
+
+def _newest_run(request: Request, run_dir: str | Path | None) -> tuple[Path, dict[str, Any]]:
+    """Return the folder and the state of the newest unfinished run on the same inputs. If all runs
+    are complete, return those of the newest run. Without a run, the state is {}.
+    """
     base, is_given = _base_folder(request, run_dir)
-    found: dict[tuple[bool, float], str | None] = {}
+    found: dict[tuple[bool, float], tuple[Path, dict[str, Any]]] = {}
     for folder in itertools.takewhile(Path.is_dir, [base] if is_given else _numbered(base)):
         state = read_state(folder)
         if state.get("inputs") == list(request.inputs) and "request" in state:
             changed = (folder / STATE_NAME).stat().st_mtime
-            found[not state.get("complete"), changed] = state["request"].get("init_from")
-    return found[max(found)] if found else None
+            found[not state.get("complete"), changed] = folder, state
+    return found[max(found)] if found else (base, {})
 
 
 def earlier_request(request: Request, content_key: str, run_dir: str | Path | None) -> Request:

@@ -160,22 +160,23 @@ def best_checkpoint(run_folder: Path) -> Saved | None:
 @dataclass(frozen=True)
 class KeptResult:
     """Change of the held-out new and kept text of a run, from the start of the run to its best
-    checkpoint.
+    checkpoint. If the new text has no validation split, no checkpoint is the best, and the change
+    to the last evaluation is given.
 
     The best checkpoint is the one with the lowest sum of the bits per byte of both texts. For
     preference pairs, it is the lowest sum of their loss and the kept text's bits per byte.
 
     Attributes:
         new: bits per byte of the new text before and after training. For preference pairs, bits per
-            chosen answer.
+            chosen answer. None without a validation split.
         kept: bits per byte of the kept text before and after training.
-        step: step of the best checkpoint.
+        step: step of the best checkpoint, or of the last evaluation.
         is_last: True if this is the last evaluated step.
         is_better: True if the sum is lower than that of the initial model.
         of_pairs: True for preference pairs.
     """
 
-    new: tuple[float, float]
+    new: tuple[float, float] | None
     kept: tuple[float, float]
     step: int
     is_last: bool
@@ -183,22 +184,27 @@ class KeptResult:
     of_pairs: bool = False
 
     def __str__(self) -> str:
+        kept = f"kept text: {change_text(*self.kept)}"
+        if self.new is None:
+            return f"{kept} (step {self.step:,}; the new text has no validation split)"
         new, rule = "new text", "bits per byte of both"
         if self.of_pairs:
             new, rule = "chosen answers", "loss and kept text's bits per byte"
         where = f"step {self.step:,} has the lowest sum of {rule}"
         if not self.is_better:
             where = f"step {self.step:,}; the initial model has a lower sum of {rule}"
-        return f"{new}: {change_text(*self.new)}; kept text: {change_text(*self.kept)} ({where})"
+        return f"{new}: {change_text(*self.new)}; {kept} ({where})"
 
 
 def kept_result(run_folder: Path) -> KeptResult | None:
     """Return the changes of the new and the kept text in a run. Return None if the run has no kept
-    text, or no checkpoint after an evaluation.
+    text, or no checkpoint after an evaluation of both.
     """
     key, chosen = "kept/bits_per_byte", "val/log_prob_chosen"
     lines = {line["step"]: line for line in sound_json_lines(run_folder / METRICS_NAME)[0]}
     lines = {step: line for step, line in lines.items() if line.get(key) is not None}
+    if 0 in lines and "val/loss" not in lines[0] and (last := max(lines)):
+        return KeptResult(None, (lines[0][key], lines[last][key]), last, is_last=True)
     best = best_checkpoint(run_folder)
     if best is None or 0 not in lines or best.step not in lines:
         return None

@@ -238,7 +238,10 @@ def continue_schedule(run: Run, init_from: str | Path | None) -> None:
         )
     # Drop the data position, events and best loss of the run that saved the checkpoint.
     run.state = TrainState(
-        step=found.step, tokens_seen=found.tokens_seen, skipped_steps=found.skipped_steps
+        step=found.step,
+        tokens_seen=found.tokens_seen,
+        initial_tokens=found.initial_tokens,
+        skipped_steps=found.skipped_steps,
     )
     run.tell(f"continuing the schedule of {folder} (step {found.step} of {run.max_steps})")
 

@@ -82,6 +82,7 @@ from firstlight.training.resuming import (
 )
 from firstlight.training.run import Run
 from firstlight.training.starting_model import FirstModel, attach, first_model, new_model
+from firstlight.training.state import TrainState
 from firstlight.training.time_budget import budget_of
 from firstlight.training.trackers import Trackers, require_trackers
 from firstlight.training.validation import tasks_of
@@ -248,6 +249,7 @@ def _assembled(
         tell=tell,
         budget=budget,
         generation=first.generation,
+        state=TrainState(initial_tokens=first.tokens),
     )
     if newest is not None:
         take_up(run, newest)

@@ -26,7 +26,7 @@ from firstlight.checkpoint.checkpoint import (
     saved_vocab_multiple,
 )
 from firstlight.checkpoint.manifest import reading_checkpoint
-from firstlight.checkpoint.selection import read_model_folder, resolve_model_folder
+from firstlight.checkpoint.selection import read_model_folder, resolve_model_folder, tokens_read
 from firstlight.checkpoint.sharded import fitting_model
 from firstlight.console import gib
 from firstlight.errors import CheckpointError, ConfigError, DataError, ModelError
@@ -186,6 +186,7 @@ class FirstModel:
         base: the base model of a run with `lora`; None for other runs.
         adapter: values of the --init-from adapter that is trained further; empty for new adapters.
         generation: content of the model's generation_config.json.
+        tokens: number of tokens that the --init-from model has read; None if it is unknown.
     """
 
     config: ModelConfig
@@ -194,6 +195,7 @@ class FirstModel:
     base: LoraBase | None = None
     adapter: Mapping[str, Tensor] = field(default_factory=dict)
     generation: Mapping[str, Any] = field(default_factory=dict)
+    tokens: int | None = 0
 
     def recipe(self, recipe: Recipe) -> Recipe:
         """Return the recipe. If `base` has a `lora` section, it replaces the recipe's section."""
@@ -281,6 +283,7 @@ def first_model(
             base,
             {} if loaded.adapter is None else loaded.adapter.tensors,
             loaded.generation,
+            tokens_read(folder),
         )
 
     return read_start(init_from, engine, starting)

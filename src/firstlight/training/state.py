@@ -190,6 +190,7 @@ class TrainState:
     Attributes:
         step: number of completed optimizer steps.
         tokens_seen: number of valid tokens on which the model was trained.
+        initial_tokens: number of tokens that the initial model had read; None if it is unknown.
         rows_seen: number of data rows used so far, including those of rolled-back steps.
         skipped: True if the last step was skipped.
         skipped_steps: number of skipped steps so far.
@@ -209,6 +210,7 @@ class TrainState:
 
     step: int = 0
     tokens_seen: int = 0
+    initial_tokens: int | None = 0
     rows_seen: int = 0
     skipped: bool = False
     skipped_steps: int = 0
@@ -219,6 +221,11 @@ class TrainState:
     events: list[dict[str, Any]] = field(default_factory=list)
     kept_start: float | None = None
     replay: tuple[int, float] | None = None
+
+    @property
+    def tokens_read(self) -> int | None:
+        """Number of tokens that the model has read, including its initial model."""
+        return None if self.initial_tokens is None else self.initial_tokens + self.tokens_seen
 
 
 def restore(checkpoint: Checkpoint, program: TrainingProgram) -> TrainState:
@@ -307,6 +314,7 @@ def _saved_state(saved: Mapping[str, Any]) -> TrainState:
         state = TrainState(
             step=saved["step"],
             tokens_seen=saved["tokens_seen"],
+            initial_tokens=saved.get("initial_tokens", None if saved.get("init_from") else 0),
             rows_seen=saved["loader"]["rows_seen"],
             skipped=saved.get("skipped", False),
             skipped_steps=saved.get("skipped_steps", 0),
@@ -322,7 +330,9 @@ def _saved_state(saved: Mapping[str, Any]) -> TrainState:
         raise CheckpointError(f"trainer_state.json lacks {error}") from error
     except TypeError as error:
         raise CheckpointError(f"trainer_state.json is damaged: {error}") from error
-    for name in ("step", "tokens_seen", "rows_seen", "skipped_steps", "micro_batch_rows"):
+    counts = ["step", "tokens_seen", "rows_seen", "skipped_steps", "micro_batch_rows"]
+    counts += [] if state.initial_tokens is None else ["initial_tokens"]
+    for name in counts:
         count = getattr(state, name)
         # Compare the exact type, because isinstance would accept JSON's true as an int.
         if type(count) is not int or not 0 <= count <= _MOST_COUNTED:

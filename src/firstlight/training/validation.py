@@ -245,12 +245,12 @@ def _choose_replay(run: Run, kept: float) -> None:
     left = max(run.batch.before(run.replay_steps) - run.rows_read, 0)
     share = replay_share(kept / start - 1, left / dataset.parts[1].dataset.num_rows(run.seq_len))
     run.take_replay(share)
-    then = f"{100 * share:.0f}% of the following rows are kept text"
-    if not share:
-        then = "it is too short to be replayed in the rest of the run"
-    run.bar.message(
-        f"step {run.state.step}: {change_text(start, kept)} for the kept text so far; {then}"
-    )
+    then = f" so far; {100 * share:.0f}% of the following rows are kept text"
+    if run.is_last(run.state.step):
+        then = ""
+    elif not share:
+        then = " so far; it is too short to be replayed in the rest of the run"
+    run.bar.message(f"step {run.state.step}: {change_text(start, kept)} for the kept text{then}")
 
 
 def _score(run: Run, check: Callable[[], None]) -> None:

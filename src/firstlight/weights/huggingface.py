@@ -25,6 +25,9 @@ from firstlight.weights.stored import stored_tensors
 
 CONFIG_NAME = "config.json"
 GENERATION_CONFIG_NAME = "generation_config.json"
+#: Key of config.json with the number of tokens that the model has read in all of its training.
+#: Transformers keeps keys that it does not know.
+TOKENS_KEY = "firstlight_tokens_seen"
 
 
 #: A config is always accepted if it has at most this many layers and, across all layers, at most
@@ -243,7 +246,10 @@ def sampling_settings(generation: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def model_files(
-    config: ModelConfig, tokenizer: Tokenizer, generation: Mapping[str, Any] = MappingProxyType({})
+    config: ModelConfig,
+    tokenizer: Tokenizer,
+    generation: Mapping[str, Any] = MappingProxyType({}),
+    tokens_read: int | None = None,
 ) -> dict[str, str]:
     """Return the content of each text file in a Hugging Face model folder, keyed by file name. The
     weights are not included.
@@ -252,9 +258,12 @@ def model_files(
         config: config of the model.
         tokenizer: tokenizer of the model.
         generation: see `generation_config`.
+        tokens_read: number of tokens that the model has read in all of its training; None if it is
+            unknown.
     """
     special = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
     content = {**config.to_hf(), **special, "dtype": "float32", "torch_dtype": "float32"}
+    content |= {} if tokens_read is None else {TOKENS_KEY: tokens_read}
     return {
         CONFIG_NAME: json.dumps(content, indent=2) + "\n",
         GENERATION_CONFIG_NAME: json.dumps(generation_config(tokenizer, generation), indent=2)

@@ -10,6 +10,7 @@ import pytest
 
 from firstlight.data.formats import UnreadableDocument
 from firstlight.data.formats.chats import conversations, is_chats, read
+from firstlight.data.kinds import exported_chats
 
 
 def _read(path: Path, content: Any) -> list[tuple[str, str]]:
@@ -67,6 +68,49 @@ def test_read_whatsapp_leaves_out_what_the_program_wrote_and_splits_days(tmp_pat
     ]
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "This message is important.",
+        "<html>",
+        "I said <this>",
+        "bild.jpg (of yesterday)",
+    ],
+)
+def test_read_whatsapp_keeps_what_only_looks_like_the_words_of_the_program(
+    tmp_path: Path, text: str
+) -> None:
+    content = f"31.12.20, 21:15 - Ann: {text}\n31.12.20, 21:16 - Ann: Yes\n"
+    assert _read(tmp_path / "a.txt", content) == [("31.12.20", f"Ann: {text}\nAnn: Yes")]
+
+
+def test_read_whatsapp_keeps_captions_of_files(tmp_path: Path) -> None:
+    content = """\
+[31.12.20, 21:15:03] Ann: The sea \u200e<attached: 0001-PHOTO.jpg>
+[31.12.20, 21:15:04] Bob: \u200eIMG-20201231-WA0001.jpg (file attached)
+The hill
+"""
+    assert _read(tmp_path / "a.txt", content) == [("31.12.20", "Ann: The sea\nBob: The hill")]
+
+
+def test_read_whatsapp_of_many_blanks_takes_linear_time(tmp_path: Path) -> None:
+    content = f"31.12.20, 21:15 - Ann: Hi{' ' * 1_000_000}x"
+    assert _read(tmp_path / "a.txt", content) == [("31.12.20", content[18:])]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "2024-01-02 10:15:03 - INFO - Start: now\n2024-01-02 10:15:04 - INFO - Start: now\n",
+        "[2024-01-02 10:15:03] error: a failed\n[2024-01-02 10:15:04] error: b failed\n",
+        "12.3.19, 10:00 - I met Carl.\n13.3.19, 11:00 - Rain.\n14.3.19, 12:00 - Notes: a book.\n",
+        "12.3.19, 10:00 - Morning: rain.\n13.3.19, 11:00 - Evening: snow.\n",
+    ],
+)
+def test_log_or_diary_is_not_whatsapp(text: str) -> None:
+    assert not is_chats(text.encode(), ".txt")
+
+
 @pytest.mark.parametrize("text", ["", "A text.\n", "31.12.20, 21:15 is a date\n", "[1] A note\n"])
 def test_read_text_is_not_whatsapp(tmp_path: Path, text: str) -> None:
     assert not is_chats(text.encode(), ".txt")
@@ -113,6 +157,32 @@ def test_read_telegram_joins_entities_and_splits_days(tmp_path: Path, is_whole: 
         ("Trip, 2021-03-04", "Ann: Hi\nBob: See https://a.org now"),
         ("Trip, 2021-03-05", "Deleted Account: Bye"),
     ]
+
+
+def test_read_telegram_reads_chats_that_were_left_and_polls(tmp_path: Path) -> None:
+    poll = {"question": "Which day?", "answers": [{"text": "Monday"}, {"text": "Friday"}]}
+    message = {"type": "message", "date": "2021-03-06T10:00:00", "from": "Ann"}
+    left = {"name": "Old", "messages": [{**message, "text": "", "poll": poll}]}
+    now = {"name": "New", "messages": [{**message, "text": "Hi"}]}
+    content = {"about": "Here is", "chats": {"list": [now]}, "left_chats": {"list": [left]}}
+    assert _read(tmp_path / "result.json", content) == [
+        ("New, 2021-03-06", "Ann: Hi"),
+        ("Old, 2021-03-06", "Ann: Which day?\n- Monday\n- Friday"),
+    ]
+    assert _read(tmp_path / "result.json", {"about": "Here is", "chats": {"list": []}}) == []
+
+
+@pytest.mark.parametrize(("kind", "expected"), [("public_supergroup", True), ("public_key", False)])
+def test_type_of_a_key_is_not_telegram(kind: str, expected: bool) -> None:
+    head = json.dumps({"keys": [{"type": kind}]}).encode()
+    assert is_chats(head, ".json") is expected
+    assert (exported_chats(head) is not None) is expected
+
+
+def test_read_slack_with_incomplete_names_shows_ids(tmp_path: Path) -> None:
+    (tmp_path / "users.json").write_text('[{"name": "ann"}]')
+    messages = [{"type": "message", "user": "U1", "ts": "1614852000.1", "text": "Hi"}]
+    assert _read(tmp_path / "general/a.json", messages) == [("general, 2021-03-04", "U1: Hi")]
 
 
 def test_read_slack_day_replaces_mentions_and_puts_replies_below_their_thread(
@@ -233,6 +303,18 @@ _CHATGPT = {
 def test_read_chatgpt_follows_the_branch_of_the_current_node(tmp_path: Path) -> None:
     assert _read(tmp_path / "conversations.json", [_CHATGPT]) == [
         ("Tea, 2021-03-04", "user: How hot?\nassistant: 80 °C.\nuser: And this?")
+    ]
+
+
+def test_read_chatgpt_reads_speech_and_keeps_numbers_in_brackets(tmp_path: Path) -> None:
+    spoken = {"content_type": "audio_transcription", "text": "How hot?", "direction": "in"}
+    nodes = {
+        "a": _node(None, "user", spoken, {"asset": 1}, content_type="multimodal_text"),
+        "b": _node("a", "assistant", "【1】 At 80 °C【4:2†source】."),
+    }
+    content = [{"title": "", "mapping": nodes, "current_node": "b"}]
+    assert _read(tmp_path / "a.json", content) == [
+        ("", "user: How hot?\nassistant: 【1】 At 80 °C.")
     ]
 
 

@@ -97,6 +97,8 @@ def test_text_of_a_page_is_read_whatever_its_elements_are_called(
         ),
         ("<p>a wo\xadrd, bro<wbr>ken and ze\u200bro</p>", "a word, broken and zero"),
         ("<pre>def f():<br>  pass<br><b>end</b></pre>", "def f():\n  pass\nend"),
+        ("<ol><li>a<li>b<ol><li>c</ol><li>d</ol>x", "1. a\n2. b\n1. c\n3. d\n\nx"),
+        ("<p>a<font>" * 300, "\n\n".join("a" * 300)),
         (f"<table><tr><td><p>A</p><p>{LONG}</p></table>", f"A\n\n{TEXT}"),
         (f"<table><tr><td><p>A</p><p>{LONG}</p><td>B</table>", f"A\n\n{TEXT}\n\nB"),
         (

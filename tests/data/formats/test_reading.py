@@ -152,6 +152,38 @@ def test_error_of_a_reader_leaves_the_file_out(
     ]
 
 
+@pytest.mark.parametrize("name", ["endless", "large"])
+def test_documents_before_a_limit_are_kept_and_a_large_file_is_read_whole(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "endless_reader.py").write_text(
+        "def read(path):\n    yield 'page 1', 'text'\n    yield 'page 2 is empty', ''\n"
+        "    while True:\n        pass\n"
+    )
+    (tmp_path / "large_reader.py").write_text(
+        "def read(path):\n    for number in range(50):\n        sum(range(1_000_000))\n"
+        "        yield f'page {number + 1}', 'letters ' * 20_000\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setitem(FORMATS, ".made", Format("made file", f"{name}_reader"))
+    monkeypatch.setattr(reading, "_SECONDS", 0.5)
+    path = tmp_path / "a.made"
+    path.touch()
+    [line] = reading.read_all([path, path])
+    found = list(reading.documents_in(path))
+    if name == "large":
+        assert line == "read 2 made files (100 pages)"
+        assert [place for place, _, _ in found] == [f"page {number}" for number in range(1, 51)]
+    else:
+        assert "left out 4: " in line
+        assert found[0] == ("page 1", "text", "")
+        assert found[1] == ("", "", "page 2 is empty")
+        assert found[2][2] == (
+            "only its beginning was read, because the whole takes more than 0.5 s of CPU time or "
+            "300 MiB of memory: split it"
+        )
+
+
 def test_missing_reader_is_named_once_with_the_count_of_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -205,3 +237,70 @@ def read_then_fail(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(reading, "_read", removed)
     reading.read_all(paths)
+
+
+def _mails(folder: Path) -> list[Path]:
+    """Write a mail, and before it by name the reply that quotes it."""
+    folder.mkdir()
+    text = "Date: {} Mar 2021 10:00:00 +0000\nFrom: a@b.org\n\n{}\n\n-- \nAnn\n"
+    (folder / "b.eml").write_text(text.format(1, "Where? When?"))
+    (folder / "a.eml").write_text(text.format(2, "Here.\n\n> Where?\n> When?"))
+    return sorted(folder.iterdir())
+
+
+def _body(path: Path) -> str:
+    [(_, text, _)] = reading.documents_in(path)
+    return text.partition("\n\n")[2]
+
+
+def test_mails_of_a_folder_repeat_nothing_until_the_earlier_one_is_removed(tmp_path: Path) -> None:
+    reply, first = _mails(tmp_path / "in")
+    reading.read_all([reply, first])
+    assert _body(first) == "Where? When?\n\n-- \nAnn"
+    assert _body(reply) == "Here."
+    first.unlink()
+    reading.read_all([reply])
+    assert _body(reply) == "Here.\n\n> Where?\n> When?\n\n-- \nAnn"
+
+
+def test_mails_of_a_folder_are_read_again_only_after_a_change(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    paths = _mails(tmp_path / "in")
+    (tmp_path / "other").mkdir()
+    other = notebook(tmp_path / "other/a.ipynb", "text")
+    calls: list[str] = []
+    read = reading._read
+
+    def counted(path: Path, *arguments: Any) -> Any:
+        calls.append(path.name)
+        return read(path, *arguments)
+
+    monkeypatch.setattr(reading, "_read", counted)
+    monkeypatch.setattr(reading, "usable_cpus", lambda: 1)
+    reading.read_all([*paths, other])
+    reading.read_all([*paths, other])
+    assert calls == ["b.eml", "a.eml", "a.ipynb"]
+    (tmp_path / "in/c.eml").write_text("From: a@b.org\nSubject: c\n\nNew.\n")
+    reading.read_all([*paths, tmp_path / "in/c.eml", other])
+    assert calls[3:] == ["c.eml", "b.eml", "a.eml"]
+
+
+def test_read_all_counts_the_mails_of_an_mbox_that_is_not_in_order(tmp_path: Path) -> None:
+    mail = "From - Mon Mar  1 10:00:00 2021\nDate: {} Mar 2021 10:00:00 +0000\n\nText {}.\n\n"
+    path = tmp_path / "a.mbox"
+    path.write_text("".join(mail.format(day, day) for day in (3, 1, 2)))
+    plain = tmp_path / "plain.txt"
+    plain.write_text("text")
+    assert reading.read_all([path, plain]) == ["read 1 mail (3 messages)"]
+
+
+def test_mail_that_needs_lxml_names_the_command_that_installs_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "lxml.py").write_text("raise ImportError")
+    monkeypatch.syspath_prepend(tmp_path)
+    path = tmp_path / "a.eml"
+    path.write_text("From: a@b.org\nSubject: c\nContent-Type: text/html\n\n<p>Text.\n")
+    needed = "reading HTML mails needs the 'lxml' package: pip install 'firstlight[documents]'"
+    assert list(reading.documents_in(path)) == [("", "", needed)]

@@ -37,7 +37,7 @@ It is old.<ref name="a" /> See [https://ulm.de its page].<!-- a comment -->
 {| class="wikitable"
 ! Year !! People
 |-
-| 1900 || {{formatnum:1}} 42,000
+| 1900 || {{formatnum:42,000}}
 |}
 __NOTOC__
 [[Kategorie:City]] [[en:Ulm]]
@@ -65,8 +65,9 @@ def test_read_article_keeps_what_a_person_reads(tmp_path: Path, name: str) -> No
         (
             "Ulm",
             "Ulm\n\nUlm is a large city on the Danube.\nIt is old. See its page.\n\n"
-            "History\nFirst\nSecond\n\nYear | People\n1900 | 42,000\n\nA good book.",
-        )
+            "History\n\n- First\n- Second\n\nYear | People\n1900 | 42,000\n\nA good book.",
+        ),
+        ("left out: 2 templates", ""),
     ]
 
 
@@ -102,3 +103,38 @@ def test_read_truncated_dump_yields_its_articles_and_then_is_rejected(tmp_path: 
     assert next(pages) == ("One", "One\n\nText.")
     with pytest.raises(UnreadableDocument, match="the dump is damaged: "):
         next(pages)
+
+
+@pytest.mark.parametrize(
+    ("markup", "expected"),
+    [
+        (
+            "It is {{convert|5|km|mi}} from {{lang|fr|la mer}}, {{nowrap|not far}}.",
+            "It is 5 km from la mer, not far.",
+        ),
+        (
+            "See [[DNA: The Story]], [[:Kategorie:City|all]], [[w:Ulm]].[[de:Ulm]][[zh-yue:Ulm]]",
+            "See DNA: The Story, all, w:Ulm.",
+        ),
+        (
+            "Steps:\n# one\n# two\n## two, one\n# three\n\nText\n# one\n* item",
+            "Steps:\n1. one\n2. two\n1. two, one\n3. three\n\nText\n1. one\n- item",
+        ),
+        ("Text\n== Head ==\nMore\n=== Sub ===\nEnd", "Text\n\nHead\n\nMore\n\nSub\n\nEnd"),
+        (
+            "Code:\n<syntaxhighlight lang=py>\ndef f():\n    return __A__\n\n\n# * [[x]]\n"
+            "</syntaxhighlight>\n",
+            "Code:\n\ndef f():\n    return __A__\n\n\n# * [[x]]",
+        ),
+        (
+            "The value <math>x^2</math> of <nowiki>[[x]]</nowiki><br>{{{1|one}}} &amp; two"
+            "<gallery>\nA.jpg\n</gallery>",
+            "The value $x^2$ of [[x]]\none & two",
+        ),
+    ],
+)
+def test_read_article_keeps_links_lists_headings_and_code(
+    tmp_path: Path, markup: str, expected: str
+) -> None:
+    [(_, text)] = _read(tmp_path / "a.xml", _page("T", markup))
+    assert text == f"T\n\n{expected}"

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from firstlight.data.formats import UnreadableDocument
+from firstlight.data.kinds import TELEGRAM_SIGN
 
 
 class Message(NamedTuple):
@@ -37,32 +38,41 @@ _ASSISTANT_SIGNS = rb'"mapping":\s*\{|"chat_messages":\s*\['
 #: Patterns that occur in the first bytes of a JSON file: of Telegram, Discord (DiscordChatExporter
 #: and a data package), Slack, ChatGPT and Claude. Discord's data package was a table before.
 _JSON_SIGNS = (
-    rb'"type":\s*"(?:personal_chat|bot_chat|saved_messages|(?:private|public)_\w+)"'
-    rb'|"about":\s*"Here is the data you requested|^\W*"guild":\s*\{'
-    rb'|"Timestamp":\s*"[^"]*",\s*"Contents":|"type":\s*"message"[^}]*"ts":\s*"\d'
-    rb'|"ts":\s*"\d[^}]*"type":\s*"message"|' + _ASSISTANT_SIGNS
+    TELEGRAM_SIGN + rb'|^\W*"guild":\s*\{|"Timestamp":\s*"[^"]*",\s*"Contents":'
+    rb'|"type":\s*"message"[^}]*"ts":\s*"\d|"ts":\s*"\d[^}]*"type":\s*"message"|' + _ASSISTANT_SIGNS
 )
 _CSV_SIGN = rb"^(?:\xef\xbb\xbf)?ID,Timestamp,Contents,Attachments"
 #: First line of a WhatsApp message. Its date and time depend on the language and on the phone:
 #: "31.12.20, 21:15 - Name: text", "[12/31/20, 9:15:03 PM] Name: text", "2020/12/31 下午9:15 - ...".
+#: Only a time in brackets has seconds.
 _WHATSAPP = re.compile(
     r"[\u200e\u200f\ufeff]*\[?(\d{1,4}[./-] ?\d{1,2}[./-] ?\d{1,4})\.?,?\s+(?:\w{1,3}\s?)?"
-    r"\d{1,2}[:.]\d{2}(?:[:.]\d{2})?(?:\s?[^\W\d_]\.?\s?[^\W\d_]{1,2}\.?)?(?:\]| -) (.*)",
+    r"\d{1,2}[:.]\d{2}(?:[:.]\d{2}(?=[^-]{0,8}\]))?(?:\s?[^\W\d_]\.?\s?[^\W\d_]{1,2}\.?)?"
+    r"(?:\]| -) (.*)",
 )
-#: What WhatsApp writes instead of a file or a deleted message, and after an edited message.
+#: What logs contain where a chat has a name.
+_LEVEL = re.compile(r"(?i)(?:trace|debug|info|notice|warn(?:ing)?|error|critical|fatal)")
+#: What WhatsApp writes instead of a file or a deleted message, and after a file's caption or an
+#: edited message. It often marks its own words by an invisible character (U+200E).
 _NO_MESSAGE = re.compile(
-    r"\u200e|<[^<>]+>$|null$|\S+\.\w{3,4} \([^()]+\)$|(?:You deleted this|This) message"
+    r"\A(?:\u200e.*|null|<[^<>]{0,40}(?i:m[eéií]d[iy]|медиа|媒|メディア|미디어)[^<>]{0,40}>"
+    r"|(?:IMG|VID|AUD|PTT|STK|DOC)-\d+-WA\d+\.\w+ \([^()\n]+\)"
+    r"|.+\.\w{2,4} \((?:file attached|Datei angehängt|archivo adjunto|fichier joint|"
+    r"file allegato|arquivo anexado|bestand bijgevoegd)\)"
+    r"|(?:You deleted this message|This message was deleted(?: by .+)?"
     r"|(?:Du hast diese|Diese) Nachricht (?:wurde )?gelöscht|(?:Se eliminó|Eliminaste) este mensaje"
     r"|Ce message a été supprimé|Vous avez supprimé ce message|Questo messaggio è stato eliminato"
-    r"|(?:Mensagem|Essa mensagem foi) apagada|Dit bericht is verwijderd"
+    r"|(?:Mensagem|Essa mensagem foi) apagada|Dit bericht is verwijderd)\.?)(?:\n|\Z)"
 )
-_EDITED = re.compile(r"\s*\u200e?<[^<>]+>$")
+_EDITED = re.compile(
+    r"(?:\u200e<[^<>]+>|<\w+ [^<>]{0,40}(?i:edit|bearbeit|modifi|bewerkt)[^<>]{0,40}>)\s*\Z"
+)
 #: References in Slack's messages: <@U123>, <#C123|general>, <!here>, <https://a.org|label>.
 _SLACK_REFERENCE = re.compile(r"<([@#!]?)([^<>|]+)(?:\|([^<>]*))?>")
 #: Slack's messages that are not written by a person have another subtype.
 _SLACK_SUBTYPES = (None, "thread_broadcast", "file_share", "me_message", "bot_message")
 #: References to sources, which ChatGPT encloses in private characters or in lenticular brackets.
-_CITATION = re.compile("\ue200[^\ue201]*\ue201|【\\d+[^】]*】")
+_CITATION = re.compile("\ue200[^\ue201]*\ue201|【\\d+(?::\\d+)?†[^】]*】")
 #: What Claude's export contains in place of the blocks that are not text.
 _UNSUPPORTED = re.compile(r"```\nThis block is not supported on your current device yet\.\n```\s*")
 _ROLES = {"human": "user", "user": "user", "assistant": "assistant"}
@@ -122,9 +132,14 @@ def is_chats(head: bytes, suffix: str) -> bool:
     """
     if suffix != ".txt":
         return re.search(_JSON_SIGNS if suffix == ".json" else _CSV_SIGN, head) is not None
-    lines = head.decode("utf-8", "replace").splitlines()[:20]
-    dated = [_WHATSAPP.match(line) is not None for line in lines]
-    return any(dated[:1]) and sum(dated) >= min(2, len(lines))
+    lines = head.decode("utf-8", "replace").splitlines()
+    if not lines or not _WHATSAPP.match(lines[0]):
+        return False
+    # Logs and diaries look similar. In a chat, most messages have a sender, and some the same one.
+    dated = [first[2] for line in lines if (first := _WHATSAPP.match(line))]
+    names = [_named(text)[0] for text in dated if _named(text)[0]]
+    is_log = any(map(_LEVEL.fullmatch, names))
+    return not is_log and 2 * len(names) >= len(dated) and len(set(names)) < len(names)
 
 
 def _days(place: str, messages: Iterable[Message]) -> Iterator[tuple[str, str]]:
@@ -142,7 +157,8 @@ def _exported(path: Path) -> Iterator[tuple[str, Iterable[Message]]]:
         elif isinstance(value, dict) and "messages" in value and "guild" in value:
             yield value["channel"]["name"], _discord(value["messages"])
         elif isinstance(value, dict) and ("messages" in value or "chats" in value):
-            for chat in value.get("chats", {}).get("list", []) or [value]:
+            lists = [value.get(key, {}).get("list", []) for key in ("chats", "left_chats")]
+            for chat in [value] if "messages" in value else itertools.chain(*lists):
                 yield chat.get("name") or "Saved Messages", _telegram(chat["messages"])
         elif isinstance(value, list) and value and "Contents" in value[0]:
             yield "", _discord_package(value)
@@ -180,8 +196,10 @@ def _chatgpt(conversation: dict[str, Any]) -> tuple[str, list[Message]]:
             message.get("metadata") or {}
         ).get("is_visually_hidden_from_conversation")
         if is_shown and content.get("content_type") in ("text", "multimodal_text"):
-            parts = (part for part in content.get("parts") or [] if isinstance(part, str))
-            text = _CITATION.sub("", "\n".join(parts)).strip()
+            # The transcription of speech is an object with a text. The other objects are files.
+            parts = content.get("parts") or []
+            texts = (part.get("text") if isinstance(part, dict) else part for part in parts)
+            text = _CITATION.sub("", "\n".join(filter(None, texts))).strip()
             role = _ROLES.get(message["author"]["role"])
             messages += [Message("", role, text)] if role and text else []
         key = nodes[key].get("parent")
@@ -210,12 +228,18 @@ def _titled(title: str | None, made: str | float | None) -> str:
 
 def _telegram(messages: Sequence[dict[str, Any]]) -> Iterator[Message]:
     for message in messages:
-        # A text with links or bold words is a list of strings and objects.
-        text = message.get("text") or ""
-        parts = [text] if isinstance(text, str) else text
-        text = "".join(part if isinstance(part, str) else part["text"] for part in parts).strip()
+        poll = message.get("poll") or {"question": "", "answers": []}
+        answers = [f"- {_telegram_text(answer['text'])}" for answer in poll["answers"]]
+        parts = (_telegram_text(message.get("text") or ""), _telegram_text(poll["question"]))
+        text = "\n".join(part for part in (*parts, *answers) if part)
         if message["type"] == "message" and text:
             yield Message(message["date"][:10], message.get("from") or "Deleted Account", text)
+
+
+def _telegram_text(text: str | list[Any]) -> str:
+    """Return a text, which is a list of strings and objects if it has links or bold words."""
+    parts = [text] if isinstance(text, str) else text
+    return "".join(part if isinstance(part, str) else part["text"] for part in parts).strip()
 
 
 def _discord(messages: Sequence[dict[str, Any]]) -> Iterator[Message]:
@@ -239,9 +263,9 @@ def _slack_names(path: Path) -> dict[str, str]:
     the folder that contains the folders of the channels."""
     try:
         users = json.loads((path.parent.parent / "users.json").read_bytes())
-    except (OSError, ValueError):
+        profiles = {user["id"]: {**user, **(user.get("profile") or {})} for user in users}
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
         return {}
-    profiles = {user["id"]: {**user, **(user.get("profile") or {})} for user in users}
     keys = ("display_name", "real_name", "name")
     return {key: next((one[k] for k in keys if one.get(k)), key) for key, one in profiles.items()}
 
@@ -275,8 +299,13 @@ def _whatsapp(lines: Sequence[str]) -> Iterator[Message]:
         raise UnreadableDocument("it is not a chat exported by WhatsApp: exclude it")
     for day, message in found:
         # Lines without a name are written by WhatsApp itself.
-        name, colon, text = message.partition(": ")
-        if colon and len(name) <= 60 and "\n" not in name and not _NO_MESSAGE.match(text):
-            yield Message(
-                day, name.strip("\u200e\u202a\u202c~\u202f "), _EDITED.sub("", text).strip()
-            )
+        name, text = _named(message)
+        if name and (text := _EDITED.sub("", _NO_MESSAGE.sub("", text)).strip()):
+            yield Message(day, name, text)
+
+
+def _named(message: str) -> tuple[str, str]:
+    """Return the name and the text of a message on WhatsApp. The name is "" if there is none."""
+    name, colon, text = message.partition(": ")
+    is_name = colon and len(name) <= 60 and "\n" not in name
+    return (name.strip("\u200e\u202a\u202c~\u202f "), text) if is_name else ("", message)

@@ -97,7 +97,9 @@ def parsed(content: bytes) -> Any:
             pass  # Many pages declare XHTML and are not well-formed.
     text = re.sub(r"^\s*<\?xml[^>]*\?>", "", text)
     try:
-        return html.document_fromstring(text, parser=html.HTMLParser(no_network=True))
+        return html.document_fromstring(
+            text, parser=html.HTMLParser(no_network=True, huge_tree=True)
+        )
     except (etree.ParserError, ValueError) as error:
         raise UnreadableDocument("the page is empty: exclude it") from error
 
@@ -167,13 +169,14 @@ def _is_around(node: Any, tag: str, page: int) -> bool:
     return bool(is_around) and _length(node) <= _MOST_SHARE * page
 
 
-def _walk(node: Any, out: Paragraphs, page: int = 0) -> None:
+def _walk(node: Any, out: Paragraphs, page: int = 0, mark: str = "- ") -> None:
     """Add the text of an element. The text after it belongs to its parent.
 
     Args:
         node: the element.
         out: paragraphs to which its text is added.
         page: length of the page's text; 0 for a part of a book, in which all text is read.
+        mark: number or bullet of the element, if it is an item of a list.
     """
     tag = tag_of(node)
     is_inside = tag not in ("body", "html")
@@ -188,16 +191,17 @@ def _walk(node: Any, out: Paragraphs, page: int = 0) -> None:
     elif tag != "table" or not _add_table(node, out, page):
         is_block = tag in _BLOCKS
         if tag == "li":
-            items = [one for one in node.itersiblings(preceding=True) if tag_of(one) == "li"]
-            is_ordered = node.getparent() is not None and tag_of(node.getparent()) == "ol"
-            out.mark(f"{len(items) + 1}. " if is_ordered else "- ")
+            out.mark(mark)
         elif is_block:
             out.end()
         out.add(node.text)
+        number = 0
         for child in node:
-            _walk(child, out, page)
+            number += tag_of(child) == "li"
+            _walk(child, out, page, f"{number}. " if tag == "ol" else "- ")
             out.add(child.tail)
-        if tag in ("ul", "ol"):
+        is_nested = node.getparent() is not None and tag_of(node.getparent()) == "li"
+        if tag in ("ul", "ol") and not is_nested:
             out.end_group()
         elif is_block:
             out.end()

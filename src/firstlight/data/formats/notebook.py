@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from firstlight.data.formats import UnreadableDocument
+
+#: Control sequences of terminals, and what a progress bar wrote before its last state.
+_TERMINAL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|(?m:^[^\n]*\r)(?!\n)")
+#: An object that was not printed as text, such as <Figure size 640x480 with 1 Axes>.
+_OBJECT = re.compile(r"\s*\[?<[^<>]*>\]?\s*")
 
 
 def read(path: Path) -> Iterator[tuple[str, str]]:
@@ -32,7 +38,9 @@ def _parts(cell: dict[str, Any]) -> Iterator[str]:
     yield _joined(cell.get("source", cell.get("input", "")))
     for output in cell.get("outputs", []):
         plain = output.get("data", {}).get("text/plain", "")
-        yield _joined(output.get("text", plain))
+        text = _TERMINAL.sub("", _joined(output.get("text", plain)))
+        if output.get("output_type") == "stream" or not _OBJECT.fullmatch(text):
+            yield text
 
 
 def _joined(lines: str | list[str]) -> str:

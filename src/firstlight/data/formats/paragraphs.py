@@ -6,16 +6,18 @@ import contextlib
 import re
 import zipfile
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
-
-from lxml import etree
 
 from firstlight.data.formats import UnreadableDocument
 
 #: Maximum unpacked size in bytes of a file in a package.
 _MOST_BYTES = 100_000_000
+#: Indentation of a line: a tab or at least two spaces.
+_INDENT = re.compile(r"(?:\t|  )[ \t]*")
+#: Names of styles for paragraphs of code.
+CODE_STYLE = re.compile(r"(?i)preformatted|code|verbatim|listing|plain.?text")
 #: Soft hyphens, and other characters of no width that only allow or forbid a line break.
 _INVISIBLE = dict.fromkeys(map(ord, "\xad\u200b\u2060\ufeff"))
 
@@ -24,15 +26,26 @@ class Paragraphs:
     """The paragraphs of a document. A blank line separates them; items of lists and rows of tables
     are separated by a line end."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_typed: bool = False) -> None:
+        """Create an empty text.
+
+        Args:
+            is_typed: True for formats in which white space counts, as a person typed it. The
+                indentation of lines is kept, and an indented paragraph follows the one before
+                without a blank line, as in code and verse.
+        """
+        self._is_typed = is_typed
         self._blocks: list[tuple[str, bool]] = []
         self._parts: list[str] = []
         self._mark = ""
+        self._is_after_code = False
 
     def add(self, text: str | None) -> None:
-        """Append text to the current paragraph. White space in it counts as one space."""
+        """Append text to the current paragraph. White space in it counts as one space, except at
+        the beginning of a line that a person typed."""
         if text:
-            self._parts.append(re.sub(r"\s+", " ", text.translate(_INVISIBLE)))
+            text = text.translate(_INVISIBLE)
+            self._parts.append(text if self._is_typed else re.sub(r"\s+", " ", text))
 
     def add_break(self) -> None:
         """Begin a new line in the current paragraph."""
@@ -43,20 +56,55 @@ class Paragraphs:
         self.end()
         self._mark = mark
 
-    def end(self) -> None:
-        """End the current paragraph."""
-        lines = "".join(self._parts).split("\n")
-        text = "\n".join(" ".join(line.split()) for line in lines).strip()
+    def end(self, *, is_code: bool = False) -> None:
+        """End the current paragraph. Paragraphs of code keep their white space, and follow each
+        other without a blank line unless an empty one is between them."""
+        text = "".join(self._parts)
         self._parts.clear()
-        if text:
-            self._blocks.append((self._mark + text, bool(self._mark)))
-            self._mark = ""
+        if not text.strip():
+            self._is_after_code &= not is_code
+            return
+        if is_code:
+            text = text.strip("\n").rstrip()
+        else:
+            lines = []
+            for line in text.split("\n"):
+                indent = _INDENT.match(line) if self._is_typed else None
+                lines.append(((indent[0] if indent else "") + " ".join(line.split())).rstrip())
+            text = "\n".join(lines).strip("\n")
+            text = self._mark + text.strip() if self._mark else text
+        self._append(text, is_line=bool(self._mark), is_code=is_code)
+        self._mark = ""
+
+    def _append(self, text: str, *, is_line: bool = False, is_code: bool = False) -> None:
+        if self._blocks and (text[0].isspace() or (is_code and self._is_after_code)):
+            self._blocks[-1] = (self._blocks[-1][0], True)
+        self._blocks.append((text, is_line))
+        self._is_after_code = is_code
+
+    def add_all(self, other: Paragraphs) -> None:
+        """Append the paragraphs of another text."""
+        self.end()
+        other.end()
+        for text, is_line in other._blocks:
+            self._append(text, is_line=is_line)
 
     def add_row(self, cells: list[str]) -> None:
         """Append a row of a table as a line, with a tab between two cells."""
         row = "\t".join(cells).rstrip()
         if row.strip():
             self._blocks.append((row, True))
+
+    def add_cells(self, cells: Sequence[Paragraphs]) -> None:
+        """Append a row of a table as a line, or as its paragraphs if only one of its cells has
+        text, because such tables only arrange text on a page."""
+        filled = [cell for cell in cells if cell.text()]
+        if len(filled) == 1 and filled[0].count() > 1:
+            self.end_group()
+            self.add_all(filled[0])
+            self.end_group()
+        else:
+            self.add_row([cell.line() for cell in cells])
 
     def add_verbatim(self, text: str) -> None:
         """Append a paragraph whose white space is kept."""
@@ -88,6 +136,23 @@ class Paragraphs:
         return " ".join(self.text().split())
 
 
+def numeral(number: int, style: str) -> str:
+    """Return the number of an item of a list.
+
+    Args:
+        number: the number.
+        style: "a" or "A" for letters, "i" or "I" for Roman numbers, and "1" for digits.
+    """
+    if style in ("a", "A") and 1 <= number <= 26:
+        text = chr(ord("a") + number - 1)
+    elif style in ("i", "I") and 1 <= number <= 39:
+        ones = ("", "i", "ii", "iii", "iv", "v", "vi", "vii", "viii", "ix")
+        text = "x" * (number // 10) + ones[number % 10]
+    else:
+        return str(number)
+    return text.upper() if style.isupper() else text
+
+
 def tag_of(node: Any) -> str:
     """Return the name of an element without its namespace, or "" for a comment or an entity."""
     return node.tag.rpartition("}")[2] if isinstance(node.tag, str) else ""
@@ -98,12 +163,23 @@ def attribute(node: Any, name: str) -> str:
     return next((v for key, v in node.attrib.items() if key.rpartition("}")[2] == name), "")
 
 
+def outermost(node: Any, tag: str) -> Iterator[Any]:
+    """Yield the elements with a name below a node, without those inside of another one."""
+    for child in node:
+        if tag_of(child) == tag:
+            yield child
+        else:
+            yield from outermost(child, tag)
+
+
 def parsed_xml(content: bytes | str) -> Any:
     """Parse XML. Entities are not resolved, and nothing else is loaded.
 
     Raises:
         UnreadableDocument: the XML is damaged.
     """
+    from lxml import etree
+
     parser = etree.XMLParser(resolve_entities=False, no_network=True, load_dtd=False)
     try:
         return etree.fromstring(content, parser)
@@ -116,18 +192,17 @@ def parsed_xml(content: bytes | str) -> Any:
 @contextlib.contextmanager
 def package(path: Path) -> Iterator[Callable[[str], bytes | None]]:
     """Open a ZIP package. Yield a function that returns the content of the file with a given name,
-    or None if there is no such file.
+    in upper or lower case, or None if there is no such file.
 
     Raises:
         UnreadableDocument: the package is damaged or encrypted, or a file is too large.
     """
     try:
         with zipfile.ZipFile(path) as archive:
+            entries = {entry.filename.lower(): entry for entry in archive.infolist()}
 
             def content(name: str) -> bytes | None:
-                try:
-                    entry = archive.getinfo(name)
-                except KeyError:
+                if (entry := entries.get(name.lower())) is None:
                     return None
                 with archive.open(entry) as file:
                     found = file.read(_MOST_BYTES + 1)

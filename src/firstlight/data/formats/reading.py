@@ -2,18 +2,20 @@
 
 The text of a file is stored in the cache folder (`files/cache.py`) until the file or the version of
 the readers changes. It consists of two files: the documents, one JSON list per line, and a summary,
-which is written last.
+which is written last. Mails in a folder are read one after another by the same process, because
+what an earlier one contains is left out of a later one. All of them are read again if any changes.
 """
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import importlib
 import json
 import os
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from queue import SimpleQueue
@@ -23,22 +25,18 @@ from typing import Any
 from rich.progress import TextColumn
 
 from firstlight.console import counted, progress_bar
-from firstlight.data.formats import UnreadableDocument
 from firstlight.data.formats.registry import format_of, installed_packages
 from firstlight.data.opening import require_unpacked_size
-from firstlight.errors import (
-    InputError,
-    describe_read_error,
-    first_line,
-)
+from firstlight.errors import FirstlightError, InputError, describe_read_error, first_line
 from firstlight.files.atomic import read_json, storage_errors
 from firstlight.files.cache import cache_folder
-from firstlight.files.limits import LimitedProcess, LimitExceededError
+from firstlight.files.limits import LimitedProcess, LimitExceededError, allow_more
 from firstlight.hardware.environment import usable_cpus
 
 #: Version of the readers. It is increased when any of them returns different text.
-_VERSION = 4
-#: Limits for a file: memory in bytes, CPU time in seconds, and CPU time for each further MB.
+_VERSION = 5
+#: Limits for a file: memory in bytes, CPU time in seconds, and CPU time for each further MB of the
+#: file, which may be compressed, and of its text.
 _MEMORY = 300 << 20
 _SECONDS = 2
 _SECONDS_PER_MB = 4
@@ -87,30 +85,35 @@ def read_all(paths: Sequence[Path | None], *, progress: bool = False) -> list[st
         StorageError: the cache can't be written.
     """
     documents = [path for path in paths if path is not None and format_of(path) is not None]
-    waiting = [path for path in dict.fromkeys(documents) if _cached(path) is None]
+    waiting = _unread_groups(documents)
     if waiting:
+        files = [path for _, group in waiting for path in group]
         workers = min(usable_cpus(), len(waiting))
-        processes = [_process(waiting) for _ in range(workers)]
+        processes = [_process(files) for _ in range(workers)]
         idle: SimpleQueue[LimitedProcess] = SimpleQueue()
         for process in processes:
             idle.put(process)
 
-        def read(path: Path) -> None:
+        def read(mark: str, group: Sequence[Path]) -> None:
             process = idle.get()
             try:
-                _read(path, process, stopped)
+                for path in group:
+                    _read(path, process, mark, stopped)
+                    done.put(None)
+                    bar.update(task, advance=1, done=counted(done.qsize(), "file"))
             finally:
                 idle.put(process)
 
+        done: SimpleQueue[None] = SimpleQueue()
         stopped = Event()
         pool = ThreadPoolExecutor(workers)
-        futures = [pool.submit(read, path) for path in waiting]
+        futures = []
         try:
             with progress_bar(TextColumn("{task.fields[done]}"), shown=progress) as bar:
-                task = bar.add_task("reading documents", total=len(waiting), done="")
-                for number, future in enumerate(futures, start=1):
+                task = bar.add_task("reading documents", total=len(files), done="")
+                futures += [pool.submit(read, *group) for group in waiting]
+                for future in futures:
                     future.result()
-                    bar.update(task, advance=1, done=counted(number, "file"))
         finally:
             stopped.set()
             pool.shutdown(wait=False, cancel_futures=True)
@@ -125,6 +128,24 @@ def read_all(paths: Sequence[Path | None], *, progress: bool = False) -> list[st
     # If the only file can't be read, an error names it.
     is_alone = len(paths) == 1 and line.startswith("read no")
     return [line] if line and not is_alone else []
+
+
+def _unread_groups(paths: Iterable[Path]) -> list[tuple[str, list[Path]]]:
+    """Return the files that are not in the cache, in groups that are read in order by one process:
+    the mails of a folder, or one file. Each group has a mark that changes with its files."""
+    groups: dict[Path, list[Path]] = {}
+    for path in dict.fromkeys(paths):
+        found = format_of(path)
+        groups.setdefault(path.parent if found and found.order else path, []).append(path)
+    waiting = []
+    for group in groups.values():
+        names = sorted(_cache_file(path, "").name for path in group)
+        mark = _digest(names) if group[1:] else ""
+        summaries = [_cached(path) for path in group]
+        if any(summary is None or summary["group"] != mark for summary in summaries):
+            found = format_of(group[0])
+            waiting.append((mark, sorted(group, key=found.order if found else None)))
+    return waiting
 
 
 def _described(paths: Sequence[Path]) -> str:
@@ -144,9 +165,8 @@ def _described(paths: Sequence[Path]) -> str:
             continue
         files[found.name] += 1
         # A mail that is a file of its own counts like a mail in an mbox file.
-        last = _LAST_PART.match(summary["last"])
-        parts[found.name] += int(last[2].replace(",", "")) if last else summary["documents"]
-        if last:
+        parts[found.name] += _part_number(summary["last"]) or summary["documents"]
+        if (last := _LAST_PART.match(summary["last"])) is not None:
             units[found.name] = last[1]
     if not files and not problems:
         return ""
@@ -161,6 +181,12 @@ def _described(paths: Sequence[Path]) -> str:
     return line
 
 
+def _part_number(place: str) -> int:
+    """Return the number of the part in the place of a document; 0 if it is not numbered."""
+    found = _LAST_PART.match(place)
+    return int(found[2].replace(",", "")) if found else 0
+
+
 def _cache_file(path: Path, suffix: str) -> Path:
     try:
         found = path.stat()
@@ -170,8 +196,13 @@ def _cache_file(path: Path, suffix: str) -> Path:
     # on the installed packages.
     file = (str(path.resolve()), found.st_ino, found.st_size, found.st_ctime_ns)
     mark = (*file, _VERSION, installed_packages())
-    key = hashlib.blake2b(repr(mark).encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
+    key = _digest(mark)
     return cache_folder() / "documents" / key[:2] / (key + suffix)
+
+
+def _digest(value: Any) -> str:
+    text = repr(value).encode("utf-8", "surrogatepass")
+    return hashlib.blake2b(text, digest_size=16).hexdigest()
 
 
 def _cached(path: Path) -> dict[str, Any] | None:
@@ -206,9 +237,16 @@ def _process(paths: Sequence[Path]) -> LimitedProcess:
     return LimitedProcess(f"{__name__}:reader", (names,), memory=_MEMORY)
 
 
-def _read(path: Path, process: LimitedProcess, stopped: Event | None = None) -> dict[str, Any]:
-    """Read a file in a child process, write its text to the cache, and return the summary. If
-    `stopped` is set, the child was interrupted rather than stopped by a limit.
+def _read(
+    path: Path, process: LimitedProcess, group: str = "", stopped: Event | None = None
+) -> dict[str, Any]:
+    """Read a file in a child process, write its text to the cache, and return the summary.
+
+    Args:
+        path: the file.
+        process: the child.
+        group: mark of the files that are read one after another; "" if the file is read alone.
+        stopped: set if the child was interrupted rather than stopped by a limit.
     """
     found = format_of(path)
     assert found is not None
@@ -218,22 +256,53 @@ def _read(path: Path, process: LimitedProcess, stopped: Event | None = None) -> 
     with storage_errors(texts):
         texts.parent.mkdir(parents=True, exist_ok=True)
         try:
-            summary = process.call([found.module, str(path), str(partial)], seconds=seconds)
+            summary = process.call([found.module, str(path), str(partial), group], seconds=seconds)
             os.replace(partial, texts)
             summary["stored"] = texts.stat().st_size
         except LimitExceededError as error:
             if stopped is not None and stopped.is_set():
                 raise
-            problem = f"reading it takes {error}: it may be damaged, so export it again"
-            summary = {"problem": problem, "documents": 0, "bytes": 0, "last": "", "stored": 0}
-            summary |= {"problems": [problem], "left_out": 1}
+            summary = _kept(partial, str(error))
+            if summary["documents"]:
+                os.replace(partial, texts)
+                summary["stored"] = texts.stat().st_size
         finally:
             partial.unlink(missing_ok=True)
+        summary["group"] = group
         # Syncing the files in the cache would take longer than reading a short document.
         partial.write_text(json.dumps(summary), encoding="utf-8")
         os.replace(partial, texts.with_suffix(".json"))
     assert isinstance(summary, dict)
     return summary
+
+
+def _kept(partial: Path, limit: str) -> dict[str, Any]:
+    """Keep the whole documents in the output of a child that exceeded a limit, and return the
+    summary of the file."""
+    documents = size = end = 0
+    last = ""
+    problems = []
+    with open(partial, "a+b") as file:
+        file.seek(0)
+        for line in file:
+            if not line.endswith(b"\n"):
+                break
+            place, text = json.loads(line)
+            documents, size, end = documents + 1, size + len(text.encode()), end + len(line)
+            last = place if text else last
+            problems += [] if text else [place]
+        file.truncate(end)
+    problem = f"reading it takes {limit}: it may be damaged, so export it again"
+    if size:
+        problem = f"only its beginning was read, because the whole takes {limit}: split it"
+    return {
+        "problem": problem,
+        "documents": documents,
+        "bytes": size,
+        "last": last,
+        "left_out": len(problems) + 1,
+        "problems": [problem, *problems][:_SHOWN],
+    }
 
 
 # In the child
@@ -247,27 +316,39 @@ def reader(modules: Sequence[str]) -> Any:
     return _write_documents
 
 
-def _write_documents(request: tuple[str, str, str]) -> dict[str, Any]:
-    module, name, out = request
+@functools.lru_cache(maxsize=1)
+def _seen_in(group: str) -> set[int]:
+    """Return the set to which the readers of a group of files add what they have read."""
+    return set()
+
+
+def _write_documents(request: tuple[str, str, str, str]) -> dict[str, Any]:
+    module, name, out, group = request
     path = Path(name)
-    documents = size = left_out = 0
+    documents = size = left_out = allowed = 0
     problem = last = ""
     problems: list[str] = []
-    with open(out, "w", encoding="utf-8") as file:
+    # Each document is written at once, because a limit may end this process.
+    with open(out, "w", encoding="utf-8", buffering=1) as file:
         try:
-            for place, text in importlib.import_module(module).read(path):
+            read = importlib.import_module(module).read
+            for place, text in read(path, _seen_in(group)) if group else read(path):
                 text = text.encode("utf-8", "replace").decode("utf-8").replace("\x00", "")
                 documents += 1
                 if not text:
                     left_out += 1
                     problems += [place][: _SHOWN - len(problems)]
                 size += len(text.encode("utf-8"))
-                last = place if text else last
+                # The mails in an mbox file are ordered by date, and not by their numbers.
+                last = max(last, place, key=_part_number) if text else last
                 require_unpacked_size(path, size)
+                if _SECONDS_PER_MB * (size - allowed) >= 1_000_000:  # one second
+                    allow_more(_SECONDS_PER_MB * (size - allowed) / 1_000_000)
+                    allowed = size
                 file.write(json.dumps([place, text], ensure_ascii=False) + "\n")
         except MemoryError:
             raise
-        except UnreadableDocument as error:
+        except FirstlightError as error:
             problem = str(error)
         # Libraries raise many kinds of errors for damaged files.
         except Exception as error:  # noqa: BLE001

@@ -27,7 +27,7 @@ from firstlight.models.rope import (
     rope_magnitude,
     yarn_magnitude,
 )
-from firstlight.weights.huggingface import config_from_hf, sampling_settings
+from firstlight.weights.huggingface import TOKENS_KEY, config_from_hf, sampling_settings
 
 if TYPE_CHECKING:
     from gguf import GGUFWriter
@@ -50,6 +50,7 @@ KEPT_KEYS = (
     "router_aux_loss_coef",
     "topk_group",
     "use_sliding_window",
+    TOKENS_KEY,
 )
 #: GGUF keys of the sizes that all model families have, without the architecture prefix. Each key is
 #: mapped to the corresponding key in firstlight's model config.
