@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from firstlight.data.formats import UnreadableDocument
+from firstlight.data.formats import UnreadableDocument, mail
 from firstlight.data.formats.mail import is_mail, read
 from firstlight.data.formats.registry import format_of
 from firstlight.errors import MissingDependencyError
@@ -206,6 +206,7 @@ _PICTURE = "Content-Type: image/png; name=a.png\nContent-Disposition: inline\n\n
             "Before.\n\nAfter.\n\n[attachment: a.png]",
         ),
         (_parts("mixed", f"{_HTML}<p>Body.", f"{_PLAIN}A footer."), "Body.\n\nA footer."),
+        ("From: a@b.org\nContent-Type: multipart/mixed; boundary=x\n\nNo parts.", "No parts."),
         (
             _parts(
                 "mixed",
@@ -305,6 +306,14 @@ def test_read_html_mail_marks_quotations_and_leaves_out_known_ones(tmp_path: Pat
 def test_read_hidden_part_of_html_mail_is_left_out(tmp_path: Path) -> None:
     page = '<div style="Display: none">Preview</div><p>A letter.'
     assert _texts(tmp_path / "a.mbox", f"{_HTML}{page}") == ["A letter."]
+
+
+def test_read_mbox_forgets_earlier_mails_before_the_memory_is_full(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mail, "_MOST_SEEN", 3)
+    bodies = ["\nOne. Two. Three.", "\nFour.\n\n> One.", "\nFive.\n\n> One."]
+    assert _texts(tmp_path / "a.mbox", *bodies) == ["One. Two. Three.", "Four.", "Five.\n\n> One."]
 
 
 def test_read_comments_inside_a_quotation_are_kept(tmp_path: Path) -> None:

@@ -24,6 +24,9 @@ from firstlight.errors import FirstlightError, MissingDependencyError
 
 #: A mail with more parts than this is left out, because no mail program writes it.
 _MOST_PARTS = 1000
+#: Number of sentences, of about 80 bytes of memory each, after which those of the earlier mails are
+#: forgotten. Most quotations repeat a recent mail.
+_MOST_SEEN = 1_000_000
 #: Number of bytes at the beginning of a mail in which its date is searched.
 _HEAD_BYTES = 1 << 14
 #: The line between two mails in an mbox file, the line after it, and a line of a mail's header.
@@ -191,7 +194,9 @@ def _body(part: Any) -> tuple[str, list[str]]:
             head = _head(part.get_payload(0))
             text = "\n\n".join(["-------- Forwarded message --------\n" + head, text]).rstrip()
         return text, [name for _, names in bodies for name in names]
-    if kind not in ("text/plain", "text/html") or part.is_attachment():
+    # The text of a part without the boundary that it declares is read as it is.
+    is_text = kind in ("text/plain", "text/html") or part.get_content_maintype() == "multipart"
+    if not is_text or part.is_attachment():
         return "", [name] if (name := part.get_filename()) else []
     content = part.get_payload(decode=True)
     assert isinstance(content, bytes)
@@ -254,6 +259,8 @@ def _text_of_html(content: bytes, charset: str | None) -> str:
 def _without_repeats(body: str, seen: set[int]) -> str:
     """Remove what `seen` contains from the quotations and signatures, and add all other sentences
     of the mail to `seen`."""
+    if len(seen) > _MOST_SEEN:
+        seen.clear()
     kept = []
     ends = [(match.start(), match.end()) for match in _REPEATED.finditer(body)]
     before = 0
