@@ -42,6 +42,7 @@ def test_read_zip_reads_every_kind_and_names_members(tmp_path: Path) -> None:
         "texts/b.jsonl": '{"text": "One"}\n{"text": "Two"}\n',
         "mail/c.eml": _MAIL,
         "__MACOSX/._a.txt": "hidden",
+        "~$letter.docx": "hidden",
         ".DS_Store": "hidden",
         "d.png": b"\x89PNG\r\n" + bytes(range(32)),
     }

@@ -90,8 +90,8 @@ def _unpack(path: Path, folder: Path, files: list[tuple[str, Path]]) -> Iterator
             problem = "its name points out of the archive"
         elif not problem and name.lower().endswith(_SUFFIXES):
             problem = "an archive inside an archive: unpack it"
-        # macOS adds hidden files, which a person never sees.
-        is_hidden = any(part.startswith((".", "__MACOSX")) for part in parts)
+        # macOS and Word add hidden files, which a person never sees.
+        is_hidden = any(part.startswith((".", "~$", "__MACOSX")) for part in parts)
         if problem or is_hidden:
             yield from [(f"{name}: {problem}", "")] if problem else []
             continue
