@@ -195,10 +195,19 @@ class Run:
     @property
     def has_steps_left(self) -> bool:
         """True if the run has any steps left to run."""
-        return self.schedule.is_open or self.state.step < self.max_steps
+        is_before_end = self.schedule.is_open or self.state.step < self.max_steps
+        return is_before_end and not self.is_out_of_patience
+
+    @property
+    def is_out_of_patience(self) -> bool:
+        """True if the run ends because its validation loss no longer falls."""
+        patience = self.recipe.evaluation.patience
+        return 0 < patience <= self.state.worse_evaluations
 
     def is_last(self, step: int) -> bool:
         """Return True if a step is the last one of the run."""
+        if self.is_out_of_patience:
+            return step == self.state.step
         return step == self.max_steps and not self.schedule.is_open
 
     def is_due(self, every_steps: int) -> bool:

@@ -193,6 +193,11 @@ def _assembled(
         tell=tell,
     )
     recipe = first.recipe(recipe)
+    if recipe.evaluation.patience and validation is None:
+        raise ConfigError(
+            "evaluation.patience compares validation losses, but the data has no validation "
+            "split: prepare it with one, or set patience to 0"
+        )
     _require_rows(recipe, first.config, splits, (lambda _: None) if is_announced else tell)
     _require_fitting_prompts(recipe, first.config, tokenizer, answered=dataset.has_examples)
 
