@@ -35,6 +35,7 @@ from firstlight.models import (
     MoEConfig,
     Qwen3NextConfig,
     Qwen35Config,
+    Qwen35MoEConfig,
     empty_model,
 )
 from firstlight.models.gpt2 import Conv1D
@@ -56,6 +57,7 @@ CONFIGS: dict[str, ModelConfig] = {
     "deepseek_v3": DeepseekConfig(**_SIZES | {"num_key_value_heads": 4}, q_lora_rank=8),
     "qwen3_next": Qwen3NextConfig(**_SIZES, head_dim=8, num_experts=3),
     "qwen3_5_text": Qwen35Config(**_SIZES, head_dim=8),
+    "qwen3_5_moe_text": Qwen35MoEConfig(**_SIZES, head_dim=8, num_experts=3),
 }
 IDS = torch.arange(24).view(2, 12) * 5 % 37
 EVERY_LINEAR = {
@@ -74,6 +76,11 @@ EVERY_LINEAR = {
     "qwen3_5_text": [
         *("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj"),
         *("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
+    ],
+    "qwen3_5_moe_text": [
+        *("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj"),
+        *("q_proj", "k_proj", "v_proj", "o_proj"),
+        *("shared_expert_gate", "gate_proj", "up_proj", "down_proj"),
     ],
 }
 

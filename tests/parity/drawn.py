@@ -64,6 +64,7 @@ _HF_CONFIGS = {
     "deepseek_v3": transformers.DeepseekV3Config,
     "qwen3_next": transformers.Qwen3NextConfig,
     "qwen3_5_text": transformers.Qwen3_5TextConfig,
+    "qwen3_5_moe_text": transformers.Qwen3_5MoeTextConfig,
 }
 
 _BIASES = ("attention_bias",)
@@ -116,6 +117,10 @@ _OWN_KEYS: dict[str, tuple[str, ...]] = {
         "shared_expert_intermediate_size",
     ),
     "qwen3_5_text": ("attention_bias", *_LINEAR),
+    "qwen3_5_moe_text": (
+        *("attention_bias", "num_experts", "moe_intermediate_size", *_EXPERTS, *_LINEAR),
+        "shared_expert_intermediate_size",
+    ),
 }
 #: transformers' names of keys that have another name in a family.
 _OTHER_NAMES = {
@@ -131,7 +136,7 @@ _DIVIDES_WIDTH = ("deepseek_v2", "llama", "arcee", "gemma2", "gemma3_text", *_SH
 #: Families with a sliding window in some of their layers.
 _PATTERNS = ("olmo3", "gemma2", "gemma3_text", "gpt_oss")
 #: Families with linear attention.
-_DELTA = ("qwen3_next", "qwen3_5_text")
+_DELTA = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 
 
 def draw(family: str, seed: int) -> ModelConfig:
@@ -244,7 +249,7 @@ def draw_config(family: str, choose: Choose) -> ModelConfig:
     if family in ("mixtral", "qwen3_moe"):
         keys |= _draw_experts(family, layers, choose)
         return MoEConfig(**keys)
-    if family == "qwen3_next":
+    if family in ("qwen3_next", "qwen3_5_moe_text"):
         keys |= _draw_experts(family, layers, choose)
         keys["shared_expert_intermediate_size"] = choose((5, 8))
     if family in _DELTA:
@@ -364,6 +369,8 @@ def _draw_experts(family: str, layers: int, choose: Choose) -> dict[str, Any]:
     }
     if family == "mixtral":
         return keys
+    if family == "qwen3_5_moe_text":
+        return keys | {"moe_intermediate_size": choose((8, 9))}
     sparse_step = choose(range(1, layers + 1))
     first = choose((True, False)) and sparse_step == 1 and layers > 1
     return keys | {

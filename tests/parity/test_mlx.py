@@ -14,7 +14,7 @@ from firstlight.tokenizer import Tokenizer
 
 #: mlx-lm does not have a class for Arcee, expects the tensor names of GPT-2's and nanochat's
 #: original checkpoints, and reads gpt-oss only in MXFP4.
-_NOT_READ = ("arcee", "gpt2", "nanochat", "gpt_oss", "qwen3_5_text")
+_NOT_READ = ("arcee", "gpt2", "nanochat", "gpt_oss", "qwen3_5_text", "qwen3_5_moe_text")
 #: Settings that mlx-lm requires to load a family.
 _NEEDS: dict[str, dict[str, Any]] = {
     "deepseek_v2": {

@@ -23,7 +23,13 @@ from firstlight.models.llama_config import LlamaConfig
 from firstlight.models.llama_variants import VARIANTS
 from firstlight.models.mixtral import Mixtral, MoEConfig
 from firstlight.models.nanochat import NanoChat, NanoChatConfig
-from firstlight.models.qwen3_next import Qwen3Next, Qwen3NextConfig, Qwen35, Qwen35Config
+from firstlight.models.qwen3_next import (
+    Qwen3Next,
+    Qwen3NextConfig,
+    Qwen35,
+    Qwen35Config,
+    Qwen35MoEConfig,
+)
 
 __all__ = [
     "DEFAULT_FAMILY",
@@ -51,6 +57,7 @@ __all__ = [
     "Qwen3NextConfig",
     "Qwen35",
     "Qwen35Config",
+    "Qwen35MoEConfig",
     "RaggedCache",
     "allocate",
     "build_model",
@@ -70,6 +77,7 @@ ModelConfig = (
     | DeepseekConfig
     | Qwen3NextConfig
     | Qwen35Config
+    | Qwen35MoEConfig
 )
 
 
@@ -93,6 +101,7 @@ _CLASSES: tuple[tuple[type[ModelConfig], type[GPT2] | type[Llama]], ...] = (
     (DeepseekConfig, Deepseek),
     (Qwen3NextConfig, Qwen3Next),
     (Qwen35Config, Qwen35),
+    (Qwen35MoEConfig, Qwen35),
 )
 
 #: Families, keyed by the `model_type` in config.json.

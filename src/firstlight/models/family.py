@@ -102,8 +102,9 @@ class GGUFSpec:
         optional: keys of `numbers` and `counts` that can be None. In GGUF files, a missing number
             or a count of 0 represents None.
         layer: kind of the layers, which determines their tensors: "llama", "named" (the tensors
-            listed in `block`), "latent" (multi-head latent attention), "sinks" (attention sinks) or
-            "delta" (gated delta rule).
+            listed in `block`), "latent" (multi-head latent attention), "sinks" (attention sinks),
+            "delta" (gated delta rule) or "tiled_delta" (gated delta rule in which llama.cpp orders
+            the value heads by their position in the group of a key head).
         block: mapping from the GGUF name of a module in a layer to the name that the family uses.
             It is required for layers of the kind "named" and is empty for all other kinds. In
             "named" layers, all projections have biases, and one matrix computes queries, keys and
@@ -133,7 +134,7 @@ class GGUFSpec:
     numbers: Mapping[str, str] = field(default_factory=dict)
     counts: Mapping[str, str] = field(default_factory=dict)
     optional: tuple[str, ...] = ()
-    layer: Literal["llama", "named", "latent", "sinks", "delta"] = "llama"
+    layer: Literal["llama", "named", "latent", "sinks", "delta", "tiled_delta"] = "llama"
     block: Mapping[str, str] = field(default_factory=dict)
     head: Literal["", "written", "tied"] = ""
     has_windows: bool = False
@@ -143,6 +144,11 @@ class GGUFSpec:
     gating: Literal["softmax", "sigmoid"] = "softmax"
     inner_eps: float | None = None
     wide_scale_layers: int = 0
+
+    @property
+    def has_delta(self) -> bool:
+        """True if some layers have linear attention with a gated delta rule."""
+        return self.layer in ("delta", "tiled_delta")
 
 
 @dataclass(frozen=True)

@@ -1,13 +1,14 @@
-"""Qwen3-Next (Qwen team 2025) and the text model of Qwen3.5 (Qwen team 2026). Three out of every
+"""Qwen3-Next (Qwen team 2025) and the text models of Qwen3.5 (Qwen team 2026). Three out of every
 four layers use linear attention with a gated delta rule.
 
 The state of a layer with linear attention is one matrix per head. For each token, the state is
 multiplied by a decay, and the value that it stores for the token's key is looked up. The state is
 then updated by the difference between the token's value and the looked-up value (Yang et al. 2024,
 "Gated Delta Networks", arXiv 2412.06464). Every fourth layer has full attention, with a gate on its
-output. In Qwen3-Next, all layers have routed experts and a shared expert for every token. In
-Qwen3.5, they have an MLP. Parameters have the same names as in Hugging Face's
-`Qwen3NextForCausalLM` and `Qwen3_5ForCausalLM`.
+output. In Qwen3-Next and the larger models of Qwen3.5, all layers have routed experts and a shared
+expert for every token. In the smaller models of Qwen3.5, they have an MLP. Parameters have the same
+names as in Hugging Face's `Qwen3NextForCausalLM`, `Qwen3_5ForCausalLM` and
+`Qwen3_5MoeForCausalLM`.
 
 Shape letters are defined in `models/ops.py` and `models/moe.py`. In layers with linear attention,
 these letters are used instead:
@@ -61,6 +62,58 @@ def _usual_types(layers: int, period: int) -> list[str]:
     """Return the kind of each layer in a model in which every `period`-th layer has full
     attention."""
     return [_LINEAR if (i + 1) % period else _FULL for i in range(layers)]
+
+
+#: Sizes of linear attention in GGUF files, keyed by config key.
+_GGUF_COUNTS = {
+    "linear_conv_kernel_dim": "ssm.conv_kernel",
+    "linear_key_head_dim": "ssm.state_size",
+    "linear_num_key_heads": "ssm.group_count",
+    "linear_num_value_heads": "ssm.time_step_rank",
+}
+_SHARED_COUNT = {"shared_expert_intermediate_size": "expert_shared_feed_forward_length"}
+
+
+def _family(architecture: str, gguf: GGUFSpec, **sizes: Any) -> FamilySpec:
+    """Return the specification of a family. `sizes` are default values of its config class."""
+    return FamilySpec(
+        architecture,
+        gguf,
+        own_keys=("attention_bias", "layer_types", "partial_rotary_factor"),
+        hf_defaults=hf_values(
+            num_attention_heads=16,
+            max_position_embeddings=32768,
+            head_dim=256,
+            linear_key_head_dim=128,
+            linear_value_head_dim=128,
+            linear_num_key_heads=16,
+            linear_num_value_heads=32,
+            **sizes,
+        ),
+        qk_norm="head",
+        norm_kind="one_plus",
+        rope=RopeSpec(partial_factor=0.25),
+        experts=QWEN_EXPERTS if "experts" in sizes else None,
+        # Layers for multi-token prediction (MTP). transformers does not load them either.
+        left_out=("mtp.",),
+        # transformers reads the tokenizer of the dense text models as it is stored.
+        tokenizer_split="qwen3_5" if gguf.architecture == "qwen35moe" else None,
+    )
+
+
+def _gguf(architecture: str, layer: Literal["delta", "tiled_delta"], **more: Any) -> GGUFSpec:
+    """Return the GGUF specification of a family; with experts if it has `experts`."""
+    counts, fixed = _GGUF_COUNTS, {"attention_bias": (False,)}
+    if more.pop("experts", False):
+        counts, fixed = {**counts, **_SHARED_COUNT}, {**fixed, **GGUF_EXPERTS}
+    return GGUFSpec(
+        architecture,
+        rope_kinds=("default", "linear", "yarn"),
+        fixed=fixed,
+        counts=counts,
+        layer=layer,
+        inner_eps=1e-6,
+    )
 
 
 class DeltaConfig(DecoderConfig):
@@ -145,46 +198,17 @@ class Qwen3NextConfig(DeltaConfig, MoEConfig):
     """Configuration of a Qwen3-Next model."""
 
     families: ClassVar[Mapping[str, FamilySpec]] = {
-        "qwen3_next": FamilySpec(
+        "qwen3_next": _family(
             "Qwen3NextForCausalLM",
-            GGUFSpec(
-                "qwen3next",
-                rope_kinds=("default", "linear", "yarn"),
-                fixed={"attention_bias": (False,), **GGUF_EXPERTS},
-                counts={
-                    "linear_conv_kernel_dim": "ssm.conv_kernel",
-                    "linear_key_head_dim": "ssm.state_size",
-                    "linear_num_key_heads": "ssm.group_count",
-                    "linear_num_value_heads": "ssm.time_step_rank",
-                    "shared_expert_intermediate_size": "expert_shared_feed_forward_length",
-                },
-                layer="delta",
-                inner_eps=1e-6,
-            ),
-            own_keys=("attention_bias", "layer_types", "partial_rotary_factor"),
-            hf_defaults=hf_values(
-                vocab_size=151936,
-                hidden_size=2048,
-                intermediate_size=5632,
-                num_hidden_layers=48,
-                num_attention_heads=16,
-                num_key_value_heads=2,
-                max_position_embeddings=32768,
-                experts=(512, 10),
-                head_dim=256,
-                moe_intermediate_size=512,
-                shared_expert_intermediate_size=512,
-                linear_key_head_dim=128,
-                linear_value_head_dim=128,
-                linear_num_key_heads=16,
-                linear_num_value_heads=32,
-            ),
-            qk_norm="head",
-            norm_kind="one_plus",
-            rope=RopeSpec(partial_factor=0.25),
-            experts=QWEN_EXPERTS,
-            # Layers for multi-token prediction (MTP). transformers does not load them either.
-            left_out=("mtp.",),
+            _gguf("qwen3next", "delta", experts=True),
+            vocab_size=151936,
+            hidden_size=2048,
+            intermediate_size=5632,
+            num_hidden_layers=48,
+            num_key_value_heads=2,
+            experts=(512, 10),
+            moe_intermediate_size=512,
+            shared_expert_intermediate_size=512,
         )
     }
 
@@ -212,33 +236,56 @@ class Qwen35Config(DeltaConfig):
     """Configuration of the text model of a Qwen3.5 model without experts."""
 
     families: ClassVar[Mapping[str, FamilySpec]] = {
-        "qwen3_5_text": FamilySpec(
+        "qwen3_5_text": _family(
             "Qwen3_5ForCausalLM",
-            own_keys=("attention_bias", "layer_types", "partial_rotary_factor"),
-            hf_defaults=hf_values(
-                vocab_size=248320,
-                hidden_size=4096,
-                intermediate_size=12288,
-                num_hidden_layers=32,
-                num_attention_heads=16,
-                num_key_value_heads=4,
-                max_position_embeddings=32768,
-                head_dim=256,
-                linear_key_head_dim=128,
-                linear_value_head_dim=128,
-                linear_num_key_heads=16,
-                linear_num_value_heads=32,
-            ),
-            qk_norm="head",
-            norm_kind="one_plus",
-            rope=RopeSpec(partial_factor=0.25),
-            # Layers for multi-token prediction (MTP). transformers does not load them either.
-            left_out=("mtp.",),
+            _gguf("qwen35", "tiled_delta"),
+            vocab_size=248320,
+            hidden_size=4096,
+            intermediate_size=12288,
+            num_hidden_layers=32,
+            num_key_value_heads=4,
         )
     }
 
     model_type: Literal["qwen3_5_text"] = "qwen3_5_text"
     """"qwen3_5_text"."""
+
+
+class Qwen35MoEConfig(Qwen3NextConfig):
+    """Configuration of the text model of a Qwen3.5 model with experts."""
+
+    families: ClassVar[Mapping[str, FamilySpec]] = {
+        "qwen3_5_moe_text": _family(
+            "Qwen3_5MoeForCausalLM",
+            _gguf("qwen35moe", "tiled_delta", experts=True),
+            vocab_size=248320,
+            hidden_size=2048,
+            num_hidden_layers=40,
+            num_key_value_heads=2,
+            experts=(256, 8),
+            moe_intermediate_size=512,
+            shared_expert_intermediate_size=512,
+        )
+    }
+
+    model_type: Literal["qwen3_5_moe_text"] = "qwen3_5_moe_text"  # type: ignore[assignment]
+    """"qwen3_5_moe_text"."""
+
+    @model_validator(mode="after")
+    def _check_same_layers(self) -> Self:
+        if not self.norm_topk_prob or self.decoder_sparse_step != 1 or self.mlp_only_layers:
+            raise ValueError(
+                "qwen3_5_moe_text models have normalised routing weights and experts in every "
+                "layer: use model_type qwen3_next for other settings"
+            )
+        return self
+
+    def to_hf(self) -> dict[str, Any]:
+        """Return the Hugging Face `config.json` of this model."""
+        content = super().to_hf()
+        for name in ("norm_topk_prob", "decoder_sparse_step", "mlp_only_layers"):
+            del content[name]
+        return content
 
 
 class GatedRMSNorm(RMSNorm):

@@ -319,6 +319,6 @@ def export_notes(config: Mapping[str, Any], tokenizer: Tokenizer | None) -> list
         return []
     return [
         f"transformers 5 reads every tokenizer of a {config['model_type']} model with the split "
-        f"pattern of {split}, which gives different ids than this tokenizer: use model_type "
-        "qwen3 or llama"
+        f"pattern of {split}, which gives different ids than this tokenizer: use another "
+        "model_type, such as qwen3 or qwen3_moe"
     ]

@@ -157,10 +157,8 @@ def add_model(writer: GGUFWriter, config: Mapping[str, Any], model: Any) -> None
         writer.add_uint32(f"{writer.arch}.{name}", getattr(model, key) or 0)
     if family.gguf.layer == "latent":
         _add_latent(writer, model)
-    if family.gguf.layer == "delta":
-        writer.add_ssm_inner_size(model.linear_num_value_heads * model.linear_value_head_dim)
-        kinds = [model.is_linear(layer) for layer in range(model.num_hidden_layers)]
-        writer.add_array(f"{writer.arch}.attention.recurrent_layers", kinds)
+    if family.gguf.has_delta:
+        _add_linear(writer, model)
     writer.add_string(KEPT, json.dumps(kept))
 
 
@@ -290,6 +288,16 @@ def _add_latent(writer: GGUFWriter, model: Any) -> None:
     if model.topk_group < model.n_group:
         writer.add_expert_group_count(model.n_group)
         writer.add_expert_group_used_count(model.topk_group)
+
+
+def _add_linear(writer: GGUFWriter, model: Any) -> None:
+    """Add the metadata entries for linear attention with a gated delta rule."""
+    if model.family.gguf.layer == "tiled_delta":
+        # llama.cpp requires the sections of positions in pictures, which are equal for text.
+        writer.add_rope_dimension_sections([11, 11, 10, 0])
+    writer.add_ssm_inner_size(model.linear_num_value_heads * model.linear_value_head_dim)
+    kinds = [model.is_linear(layer) for layer in range(model.num_hidden_layers)]
+    writer.add_array(f"{writer.arch}.attention.recurrent_layers", kinds)
 
 
 def _add_windows(writer: GGUFWriter, model: Any) -> None:
@@ -465,7 +473,7 @@ def _llama_config(values: _Values, kept: Mapping[str, Any], stored: Shapes) -> d
         config |= {key: value for key, value in expert_config.items() if key in fields}
     if is_latent:
         config |= _latent_config(values, rotary_dim)
-    if family.gguf.layer == "delta":
+    if family.gguf.has_delta:
         config |= _linear_config(values)
     for key, name in family.gguf.counts.items():
         count = values.whole(name)
@@ -775,7 +783,7 @@ def _wrong_layers(family: FamilySpec, model: Any) -> Iterator[str]:
     different result.
     """
     spec = family.gguf
-    if spec.layer == "delta":
+    if spec.has_delta:
         sizes = model.linear_key_head_dim, model.linear_value_head_dim
         if sizes[0] != sizes[1]:
             yield f"linear_value_head_dim {sizes[1]}: only linear_key_head_dim, {sizes[0]}"
