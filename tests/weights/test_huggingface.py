@@ -286,7 +286,8 @@ def test_load_model_unknown_family_is_named_with_supported_ones(
     (tmp_path / "config.json").write_text(json.dumps({"model_type": family}))
     assert refusal(tmp_path) == (
         f"{tmp_path / 'config.json'}: model_type '{family}' is not supported "
-        f"(supported: {', '.join(FAMILIES)})"
+        f"(supported: {', '.join(FAMILIES)}, and the text models of mistral3, gemma3, qwen3_5, "
+        "qwen3_5_moe)"
     )
 
 

@@ -244,6 +244,10 @@ class FamilySpec:
         has_mxfp4: True if the checkpoint files can store the experts in MXFP4.
         left_out: name prefixes of tensors in the checkpoint files that are ignored, because they
             are not part of the model.
+        composites: values of `model_type` of folders that contain a model of this family beside
+            other parts, such as an image encoder.
+        other_keys: keys of config.json that have no field in the config class, mapped to their
+            supported values; () if the value does not change the outputs.
         tokenizer_split: key in `SPLIT_PATTERNS`. It selects the pattern with which transformers
             splits text for all tokenizers of the family. None if transformers uses the pattern
             stored with the tokenizer.
@@ -275,6 +279,8 @@ class FamilySpec:
     has_buffers: bool = False
     has_mxfp4: bool = False
     left_out: tuple[str, ...] = ()
+    composites: tuple[str, ...] = ()
+    other_keys: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     tokenizer_split: str | None = None
 
     @property

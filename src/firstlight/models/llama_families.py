@@ -96,6 +96,7 @@ DENSE: dict[str, FamilySpec] = {
         GGUFSpec("llama", rotates_pairs=True, rope_kinds=ALL_ROPE),
         own_keys=("sliding_window",),
         hf_defaults=hf_values(**SIZES_OF_MISTRAL, sliding_window=4096),
+        composites=("mistral3",),
     ),
     "qwen2": FamilySpec(
         "Qwen2ForCausalLM",
@@ -321,6 +322,8 @@ DENSE: dict[str, FamilySpec] = {
         full_attention_every=6,
         period_key="sliding_window_pattern",
         divides_width=True,
+        composites=("gemma3",),
+        other_keys={"attn_logit_softcapping": (None,)},
     ),
     "stablelm": FamilySpec(
         "StableLmForCausalLM",

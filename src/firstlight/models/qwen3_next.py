@@ -74,7 +74,9 @@ _GGUF_COUNTS = {
 _SHARED_COUNT = {"shared_expert_intermediate_size": "expert_shared_feed_forward_length"}
 
 
-def _family(architecture: str, gguf: GGUFSpec, **sizes: Any) -> FamilySpec:
+def _family(
+    architecture: str, gguf: GGUFSpec, composites: tuple[str, ...] = (), **sizes: Any
+) -> FamilySpec:
     """Return the specification of a family. `sizes` are default values of its config class."""
     return FamilySpec(
         architecture,
@@ -96,6 +98,14 @@ def _family(architecture: str, gguf: GGUFSpec, **sizes: Any) -> FamilySpec:
         experts=QWEN_EXPERTS if "experts" in sizes else None,
         # Layers for multi-token prediction (MTP). transformers does not load them either.
         left_out=("mtp.",),
+        composites=composites,
+        other_keys={
+            "attn_output_gate": (True,),
+            "full_attention_interval": (),
+            "mamba_ssm_dtype": ("float32",),
+            "mtp_num_hidden_layers": (),
+            "mtp_use_dedicated_embeddings": (),
+        },
         # transformers reads the tokenizer of the dense text models as it is stored.
         tokenizer_split="qwen3_5" if gguf.architecture == "qwen35moe" else None,
     )
@@ -239,6 +249,7 @@ class Qwen35Config(DeltaConfig):
         "qwen3_5_text": _family(
             "Qwen3_5ForCausalLM",
             _gguf("qwen35", "tiled_delta"),
+            composites=("qwen3_5",),
             vocab_size=248320,
             hidden_size=4096,
             intermediate_size=12288,
@@ -258,6 +269,7 @@ class Qwen35MoEConfig(Qwen3NextConfig):
         "qwen3_5_moe_text": _family(
             "Qwen3_5MoeForCausalLM",
             _gguf("qwen35moe", "tiled_delta", experts=True),
+            composites=("qwen3_5_moe",),
             vocab_size=248320,
             hidden_size=2048,
             num_hidden_layers=40,

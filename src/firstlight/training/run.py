@@ -50,6 +50,7 @@ from firstlight.training.time_budget import (
     save_interval,
 )
 from firstlight.training.trackers import Trackers
+from firstlight.weights.composite import Carried
 
 
 @dataclass(frozen=True)
@@ -105,6 +106,8 @@ class Run:
         budget: the time budget, or None for runs without one.
         generation: contents of the file generation_config.json of the model from which the run
             started.
+        carried: parts of the starting model's folder that each checkpoint contains; None if it
+            contained only a text model, or if only adapters are saved.
         chose_compiling: True if the user did not choose whether the run compiles; see `loop.train`.
         loader, logs, trackers, bar: data loader, log files, trackers and progress view; set by
             `open_run`.
@@ -140,6 +143,7 @@ class Run:
     budget: TimeBudget | None = None
     generation: Mapping[str, Any] = field(default_factory=dict)
     chose_compiling: bool = False
+    carried: Carried | None = None
 
     def __post_init__(self) -> None:
         recipe = self.recipe

@@ -198,6 +198,11 @@ def _assembled(
             "evaluation.patience compares validation losses, but the data has no validation "
             "split: prepare it with one, or set patience to 0"
         )
+    if first.carried is not None and recipe.checkpoint.sharded:
+        raise ConfigError(
+            f"checkpoint.sharded does not support models with {', '.join(first.carried.parts)}: "
+            "set it to false"
+        )
     _require_rows(recipe, first.config, splits, (lambda _: None) if is_announced else tell)
     _require_fitting_prompts(recipe, first.config, tokenizer, answered=dataset.has_examples)
 
@@ -253,6 +258,7 @@ def _assembled(
         tell=tell,
         budget=budget,
         generation=first.generation,
+        carried=first.carried,
     )
     if newest is not None:
         take_up(run, newest)
