@@ -43,6 +43,7 @@ Choose = Callable[[Sequence[Any]], Any]
 _HF_CONFIGS = {
     "llama": transformers.LlamaConfig,
     "mistral": transformers.MistralConfig,
+    "ministral3": transformers.Ministral3Config,
     "qwen2": transformers.Qwen2Config,
     "qwen3": transformers.Qwen3Config,
     "granite": transformers.GraniteConfig,
@@ -86,6 +87,7 @@ _OF_DEEPSEEK = {"num_experts": "n_routed_experts", "router_aux_loss_coef": "aux_
 _OWN_KEYS: dict[str, tuple[str, ...]] = {
     "llama": ("attention_bias", "mlp_bias"),
     "mistral": ("sliding_window",),
+    "ministral3": ("sliding_window",),
     "qwen2": ("sliding_window",),
     "qwen3": ("attention_bias", "sliding_window"),
     "granite": (
@@ -222,6 +224,10 @@ def draw_config(family: str, choose: Choose) -> ModelConfig:
         keys["partial_rotary_factor"] = part
         rotary_dim = int(rotary_dim * part)
     keys["rope_scaling"] = _draw_rope(family, rotary_dim, choose)
+    if family == "ministral3" and "original_max_position_embeddings" in (
+        keys["rope_scaling"] or {}
+    ):
+        keys["llama_4_scaling_beta"] = choose((0.1, 0.5, 2.0))
     if family == "granite":
         keys["embedding_multiplier"] = choose((1.0, 6.0, 12.0))
         keys["attention_multiplier"] = choose((None, 0.0078125, 0.3, 1.0))
@@ -479,6 +485,10 @@ def _hf_rope(config: DecoderConfig) -> dict[str, Any]:
     if config.rope_local_base_freq is not None:
         local = {"rope_type": "default", "rope_theta": config.rope_local_base_freq}
         return {"rope_parameters": {"full_attention": rope, "sliding_attention": local}}
+    if config.model_type == "ministral3":
+        # transformers always scales the queries.
+        rope["llama_4_scaling_beta"] = config.llama_4_scaling_beta or 0.0
+        rope.setdefault("original_max_position_embeddings", 64)
     apart = {}
     if config.model_type == "phi3" and scaling:
         name = "original_max_position_embeddings"

@@ -61,6 +61,13 @@ _EXPERTS = {
     "moe_intermediate_size": 12,
     "shared_expert_intermediate_size": 12,
 }
+_LONG_QUERIES = {
+    "rope_type": "yarn",
+    "rope_theta": 1e4,
+    "factor": 4.0,
+    "llama_4_scaling_beta": 0.5,
+    "original_max_position_embeddings": 16,
+}
 #: Text config, config of the tower, and other keys of each kind of folder.
 _KINDS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "gemma3": (
@@ -69,6 +76,10 @@ _KINDS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
         {"mm_tokens_per_image": 4},
     ),
     "mistral3": ({**_SIZES, "model_type": "mistral", "sliding_window": None}, _SIGLIP, {}),
+    "ministral3": (
+        {**_SIZES, "model_type": "ministral3", "rope_parameters": _LONG_QUERIES},
+        *(_SIGLIP, {}),
+    ),
     "qwen3_5": ({**_SIZES, **_LINEAR}, _QWEN_TOWER, {}),
     "qwen3_5_moe": ({**_SIZES, **_LINEAR, **_EXPERTS}, _QWEN_TOWER, {}),
 }
@@ -83,7 +94,8 @@ def composite(
         original: True for the tensor names of published folders, False for those of transformers 5.
     """
     own, tower, outer = _KINDS[kind]
-    vision = {"model_type": "pixtral"} if kind == "mistral3" else {}
+    is_mistral = kind in ("mistral3", "ministral3")
+    vision, kind = ({"model_type": "pixtral"}, "mistral3") if is_mistral else ({}, kind)
     sizes = {"vocab_size": tokenizer.vocab_size + 8, **own, "tie_word_embeddings": tied}
     config = transformers.AutoConfig.for_model(
         kind, text_config=sizes, vision_config={**vision, **tower}, tie_word_embeddings=tied,

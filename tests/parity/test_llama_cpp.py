@@ -221,6 +221,19 @@ _MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "mixtral-yarn": ("mixtral", {**_EXPERTS, "head_dim": 16, "rope_parameters": _YARN}),
     "mistral-yarn": ("mistral", {"sliding_window": None, "rope_parameters": _YARN}),
+    "ministral3": (
+        "ministral3",
+        {
+            "head_dim": 16,
+            "rope_parameters": {
+                **_YARN,
+                "original_max_position_embeddings": 16,
+                "llama_4_scaling_beta": 0.5,
+                "mscale": 1.0,
+                "mscale_all_dim": 1.0,
+            },
+        },
+    ),
     "arcee-yarn": ("arcee", {"head_dim": 16, "rope_parameters": _YARN}),
     "qwen3_moe-yarn": (
         "qwen3_moe",

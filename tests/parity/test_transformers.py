@@ -129,6 +129,7 @@ _DIVISIBLE: dict[str, ModelConfig] = {
     "gpt2": GPT2Config(vocab_size=99, hidden_size=96, num_hidden_layers=2, num_attention_heads=4),
     "llama": LlamaConfig(**_SHAPE, attention_bias=True, mlp_bias=True),
     "mistral": LlamaConfig(**_SHAPE, model_type="mistral", sliding_window=77),
+    "ministral3": LlamaConfig(**_SHAPE, model_type="ministral3", sliding_window=77),
     "qwen2": LlamaConfig(**_SHAPE, **_WINDOW, model_type="qwen2", num_hidden_layers=30),
     "qwen3": LlamaConfig(**_SHAPE, **_WINDOW, model_type="qwen3", num_hidden_layers=30),
     "granite": LlamaConfig(

@@ -92,6 +92,7 @@ def _values_of_later_families(
         "olmo2": {"head_dim": shared},
         "olmo3": {**window, "head_dim": shared, "rope_parameters": same_base},
         "glm4": {"attention_bias": choose((True, False)), "rope_parameters": part},
+        "ministral3": {"rope_parameters": {**YARN, "llama_4_scaling_beta": 0.5}},
         "gemma2": gemma | {"num_hidden_layers": 3},
         "gemma3_text": gemma | window | {"final_logit_softcapping": choose((None, 30.0))},
         "stablelm": {

@@ -19,6 +19,7 @@ from torch import Tensor
 from firstlight.errors import ModelError
 from firstlight.models import FAMILIES
 from firstlight.models.family import ExpertNames, FamilySpec, GGUFSpec
+from firstlight.models.llama_config import with_query_growth
 from firstlight.models.rope import (
     LinearRope,
     Llama3Rope,
@@ -619,6 +620,9 @@ def _rope_config(
         raise ModelError(
             f"rope scaling {kind!r} is not supported (supported: linear, yarn and Llama 3's)"
         )
+    if "llama_4_scaling_beta" in family.own_keys:
+        beta, positions = config["llama_4_scaling_beta"], config["max_position_embeddings"]
+        scaling = with_query_growth(scaling, beta, positions)
     rope = {"rope_theta": theta, **(scaling or {"rope_type": "default"})}
     if "partial_rotary_factor" in family.own_keys:
         part = kept.get("partial_rotary_factor", rotary_dim / config["head_dim"])
