@@ -57,6 +57,9 @@ def config_of(family: str, vocab_size: int, **changes: Any) -> dict[str, Any]:
     }
     if family in ("phi3", "olmo2", "olmo3"):
         shape |= {"head_dim": 16, "rope_theta": 500_000.0}
+    if family == "lfm2":
+        shape |= {"head_dim": 16, "layer_types": ["conv", "full_attention"], "norm_eps": 1e-5}
+        shape |= {"block_auto_adjust_ff_dim": False}
     if family.startswith("gemma"):
         shape |= {"query_pre_attn_scalar": 32}
     if family == "gpt2":
@@ -117,7 +120,8 @@ def folder(tmp_path: Path, tokenizer: Tokenizer) -> Folder:
         save_weights({n: t.to(dtype) for n, t in tensors.items()}, path, shard_bytes)
         tokenizer.save_pretrained(path)
         config |= {"dtype": str(dtype).removeprefix("torch."), "eos_token_id": [0, 7]}
-        config |= {"a_key_of_tomorrow": {"nested": [1, 2.5, None]}, "name": "früh"}
+        if not FAMILIES[family].spec.requires_known_keys:
+            config |= {"a_key_of_tomorrow": {"nested": [1, 2.5, None]}, "name": "früh"}
         (path / "config.json").write_text(json.dumps(config, indent=4))
         (path / "generation_config.json").write_text('{"eos_token_id": [0, 7], "top_p": 0.9}')
         (path / "special_tokens_map.json").write_text('{"eos_token":   "<|endoftext|>"}')

@@ -65,6 +65,7 @@ _HF_CONFIGS = {
     "deepseek_v3": transformers.DeepseekV3Config,
     "qwen3_next": transformers.Qwen3NextConfig,
     "qwen3_5_text": transformers.Qwen3_5TextConfig,
+    "lfm2": transformers.Lfm2Config,
     "qwen3_5_moe_text": transformers.Qwen3_5MoeTextConfig,
 }
 
@@ -119,6 +120,7 @@ _OWN_KEYS: dict[str, tuple[str, ...]] = {
         "shared_expert_intermediate_size",
     ),
     "qwen3_5_text": ("attention_bias", *_LINEAR),
+    "lfm2": ("conv_L_cache",),
     "qwen3_5_moe_text": (
         *("attention_bias", "num_experts", "moe_intermediate_size", *_EXPERTS, *_LINEAR),
         "shared_expert_intermediate_size",
@@ -126,6 +128,7 @@ _OWN_KEYS: dict[str, tuple[str, ...]] = {
 }
 #: transformers' names of keys that have another name in a family.
 _OTHER_NAMES = {
+    "lfm2": {"rms_norm_eps": "norm_eps"},
     "stablelm": {"rms_norm_eps": "layer_norm_eps", "attention_bias": "use_qkv_bias"},
     "gpt_neox": {"rms_norm_eps": "layer_norm_eps"},
     "deepseek_v2": _OF_DEEPSEEK,
@@ -133,7 +136,7 @@ _OTHER_NAMES = {
 }
 #: Families whose heads divide the hidden size.
 _LAYER_NORMS = ("stablelm", "gpt_neox")
-_SHARES_WIDTH = ("phi3", *_LAYER_NORMS)
+_SHARES_WIDTH = ("phi3", "lfm2", *_LAYER_NORMS)
 _DIVIDES_WIDTH = ("deepseek_v2", "llama", "arcee", "gemma2", "gemma3_text", *_SHARES_WIDTH)
 #: Families with a sliding window in some of their layers.
 _PATTERNS = ("olmo3", "gemma2", "gemma3_text", "gpt_oss")
@@ -184,7 +187,7 @@ def draw_config(family: str, choose: Choose) -> ModelConfig:
     layers = choose((1, 2, 3))
     own = _OWN_KEYS[family]
     # transformers rejects other widths of some families, although the head dimension is set.
-    width = choose((2, 4, 8) if family == "phi3" else (2, 3, 4))
+    width = choose((2, 4, 8) if family in ("phi3", "lfm2") else (2, 3, 4))
     if family in _LAYER_NORMS:
         # A LayerNorm over two numbers always gives 1 and -1.
         width = choose((4, 8))
@@ -260,6 +263,10 @@ def draw_config(family: str, choose: Choose) -> ModelConfig:
         keys["shared_expert_intermediate_size"] = choose((5, 8))
     if family in _DELTA:
         keys |= _draw_linear(layers, choose)
+    if family == "lfm2":
+        keys["layer_types"] = [choose(("full_attention", "conv")) for _ in range(layers)]
+        keys["layer_types"][choose(range(layers))] = "full_attention"
+        keys["conv_L_cache"] = choose((2, 3, 4))
     return FAMILIES[family].config(**keys)
 
 
@@ -446,7 +453,12 @@ def hf_config(config: ModelConfig) -> Any:
         values["max_window_layers"] = (
             config.num_hidden_layers if no_window else config.max_window_layers
         )
-    if family in _DELTA:
+    if family == "lfm2":
+        del values["head_dim"]
+        values["block_auto_adjust_ff_dim"] = False
+        kinds = ("full_attention", "conv")
+        values["layer_types"] = [kinds[config.attention_spec(i).state_size > 0] for i in layers]
+    elif family in _DELTA:
         values["layer_types"] = [
             "linear_attention" if config.attention_spec(layer).state_size else "full_attention"
             for layer in layers

@@ -119,6 +119,7 @@ _QWEN3_NEXT = {
     "rope_parameters": _PARTIAL,
 }
 
+_LFM2 = {"num_hidden_layers": 4, "layer_types": ["conv", "full_attention"] * 2}
 _OF_EXPERTS = ("num_experts", "num_experts_per_tok", "moe_intermediate_size")
 _QWEN3_5 = {
     key: value
@@ -286,6 +287,9 @@ _MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "qwen3_5-one-value-head": ("qwen3_5_text", {**_QWEN3_5, "linear_num_value_heads": 2}),
     "qwen3_5_moe": ("qwen3_5_moe_text", _QWEN3_NEXT),
+    "lfm2": ("lfm2", _LFM2),
+    "lfm2-untied": ("lfm2", {**_LFM2, "tie_word_embeddings": False}),
+    "lfm2-yarn": ("lfm2", {**_LFM2, "rope_parameters": _YARN}),
 }
 
 

@@ -26,6 +26,7 @@ _NEEDS: dict[str, dict[str, Any]] = {
         for family in ("deepseek_v3", "glm4", "gpt_neox", "stablelm")
     },
     "olmo3": {"sliding_window": 16},
+    "lfm2": {"tie_word_embeddings": True},
     "gemma2": {
         "attn_logit_softcapping": 50.0,
         "final_logit_softcapping": 30.0,

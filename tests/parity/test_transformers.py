@@ -38,6 +38,7 @@ from firstlight.models import (
     GPT2Config,
     GPTNeoXConfig,
     GptOssConfig,
+    Lfm2Config,
     LlamaConfig,
     ModelConfig,
     MoEConfig,
@@ -236,6 +237,7 @@ _DIVISIBLE: dict[str, ModelConfig] = {
         linear_num_value_heads=32,
         layer_types=["full_attention", "linear_attention"] * 20,
     ),
+    "lfm2": Lfm2Config(**_SHAPE, num_hidden_layers=32),
     "gpt_oss": GptOssConfig(
         **_SHAPE, sliding_window=77, num_hidden_layers=36, num_experts=9, swiglu_limit=3.0
     ),

@@ -164,6 +164,13 @@ def _values_of_routed_families(
         },
         "qwen3_next": {**delta, **routed},
         "qwen3_5_text": delta,
+        "lfm2": {
+            "layer_types": ["conv", "full_attention"] * (values["num_hidden_layers"] // 2)
+            + ["full_attention"] * (values["num_hidden_layers"] % 2),
+            "head_dim": values["hidden_size"] // values["num_attention_heads"],
+            "conv_L_cache": choose((2, 3)),
+            "block_auto_adjust_ff_dim": False,
+        },
         "qwen3_5_moe_text": {**delta, **routed},
     }
 

@@ -18,6 +18,7 @@ from firstlight.models.family import FamilySpec
 from firstlight.models.gpt2 import GPT2, GPT2Config
 from firstlight.models.gpt_neox import GPTNeoX, GPTNeoXConfig
 from firstlight.models.gpt_oss import GptOss, GptOssConfig
+from firstlight.models.lfm2 import Lfm2, Lfm2Config
 from firstlight.models.llama import Llama
 from firstlight.models.llama_config import LlamaConfig
 from firstlight.models.llama_variants import VARIANTS
@@ -45,6 +46,8 @@ __all__ = [
     "GptOss",
     "GptOssConfig",
     "KVCache",
+    "Lfm2",
+    "Lfm2Config",
     "Llama",
     "LlamaConfig",
     "Mixtral",
@@ -78,6 +81,7 @@ ModelConfig = (
     | Qwen3NextConfig
     | Qwen35Config
     | Qwen35MoEConfig
+    | Lfm2Config
 )
 
 
@@ -102,6 +106,7 @@ _CLASSES: tuple[tuple[type[ModelConfig], type[GPT2] | type[Llama]], ...] = (
     (Qwen3NextConfig, Qwen3Next),
     (Qwen35Config, Qwen35),
     (Qwen35MoEConfig, Qwen35),
+    (Lfm2Config, Lfm2),
 )
 
 #: Families, keyed by the `model_type` in config.json.

@@ -103,8 +103,9 @@ class GGUFSpec:
             or a count of 0 represents None.
         layer: kind of the layers, which determines their tensors: "llama", "named" (the tensors
             listed in `block`), "latent" (multi-head latent attention), "sinks" (attention sinks),
-            "delta" (gated delta rule) or "tiled_delta" (gated delta rule in which llama.cpp orders
-            the value heads by their position in the group of a key head).
+            "conv" (short convolutions), "delta" (gated delta rule) or "tiled_delta" (gated delta
+            rule in which llama.cpp orders the value heads by their position in the group of a key
+            head).
         block: mapping from the GGUF name of a module in a layer to the name that the family uses.
             It is required for layers of the kind "named" and is empty for all other kinds. In
             "named" layers, all projections have biases, and one matrix computes queries, keys and
@@ -134,7 +135,7 @@ class GGUFSpec:
     numbers: Mapping[str, str] = field(default_factory=dict)
     counts: Mapping[str, str] = field(default_factory=dict)
     optional: tuple[str, ...] = ()
-    layer: Literal["llama", "named", "latent", "sinks", "delta", "tiled_delta"] = "llama"
+    layer: Literal["llama", "named", "latent", "sinks", "conv", "delta", "tiled_delta"] = "llama"
     block: Mapping[str, str] = field(default_factory=dict)
     head: Literal["", "written", "tied"] = ""
     has_windows: bool = False
@@ -248,6 +249,7 @@ class FamilySpec:
             other parts, such as an image encoder.
         other_keys: keys of config.json that have no field in the config class, mapped to their
             supported values; () if the value does not change the outputs.
+        requires_known_keys: True if a config.json with unknown keys is rejected.
         tokenizer_split: key in `SPLIT_PATTERNS`. It selects the pattern with which transformers
             splits text for all tokenizers of the family. None if transformers uses the pattern
             stored with the tokenizer.
@@ -281,6 +283,7 @@ class FamilySpec:
     left_out: tuple[str, ...] = ()
     composites: tuple[str, ...] = ()
     other_keys: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    requires_known_keys: bool = False
     tokenizer_split: str | None = None
 
     @property

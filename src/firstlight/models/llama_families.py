@@ -132,6 +132,7 @@ DENSE: dict[str, FamilySpec] = {
                 "llama_4_scaling_beta": 0.1,
             }
         ),
+        requires_known_keys=True,
         composites=("mistral3",),
     ),
     "qwen2": FamilySpec(

@@ -99,6 +99,7 @@ def _family(
         # Layers for multi-token prediction (MTP). transformers does not load them either.
         left_out=("mtp.",),
         composites=composites,
+        requires_known_keys=gguf.architecture == "qwen35moe",
         other_keys={
             "attn_output_gate": (True,),
             "full_attention_interval": (),
@@ -307,6 +308,58 @@ class GatedRMSNorm(RMSNorm):
         return (super().forward(x) * F.silu(at_least_fp32(gate))).to(x.dtype)
 
 
+class CausalConv(nn.Conv1d):
+    """A causal convolution of each channel without a bias.
+
+    Args:
+        channels: number of channels, X.
+        width: width of the convolution in tokens, W.
+    """
+
+    def __init__(self, channels: int, width: int) -> None:
+        super().__init__(channels, channels, width, groups=channels, bias=False)
+
+    def convolve(
+        self, x_BTX: Tensor, before: Tensor | None, positions: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Apply the convolution.
+
+        Args:
+            x_BTX: inputs, [B, T, X].
+            before: inputs of the W - 1 tokens before these tokens, [B, W - 1, X]; None for zeros.
+            positions: position of each token in its document, int64 [B, T]; None for a single
+                document.
+
+        Returns:
+            The outputs [B, T, X], and the last inputs [B, W - 1, X], to be passed as `before` for
+            the next tokens.
+        """
+        B, T, X = x_BTX.shape
+        weight_XW = self.weight[:, 0]
+        earlier = weight_XW.shape[1] - 1
+        if before is None and positions is None:
+            # As in transformers, the result is longer than needed and is then truncated. SiLU would
+            # round the last elements differently in a row of exactly the required length.
+            weight_X1W = self.weight
+            y_BXT = F.conv1d(x_BTX.transpose(1, 2), weight_X1W, padding=earlier, groups=X)
+            last_BSX = F.pad(x_BTX[:, -earlier:], (0, 0, max(earlier - T, 0), 0))
+            return y_BXT[..., :T].transpose(1, 2), last_BSX
+        first = x_BTX.new_zeros(B, earlier, X) if before is None else before.to(x_BTX.dtype)
+        all_BSX = torch.cat((first, x_BTX), 1)
+        if positions is None:
+            y_BTX = self(all_BSX.transpose(1, 2)).transpose(1, 2)
+        else:
+            # The convolution is computed as a sum, because the first tokens of a document must not
+            # see inputs of the previous document.
+            y_BTX = at_least_fp32(x_BTX) * weight_XW[:, -1]
+            for back in range(1, earlier + 1):
+                seen_BTX = all_BSX[:, earlier - back : earlier - back + T]
+                seen_BTX = seen_BTX * (positions >= back)[..., None]
+                y_BTX = y_BTX + seen_BTX * weight_XW[:, -1 - back]
+        # The last W - 1 inputs are returned. If T is smaller, some of them are taken from `before`.
+        return y_BTX.to(x_BTX.dtype), all_BSX[:, T:]
+
+
 class GatedDeltaNet(nn.Module):
     """Linear attention (Yang et al. 2024, arXiv 2412.06464). A short causal convolution is applied
     to queries, keys and values. The gated delta rule follows, and its output is normalised and
@@ -321,8 +374,7 @@ class GatedDeltaNet(nn.Module):
         self.head_sizes = [D, D, self.group * E, self.group * E]
         self.channels, self.value_dim = [G * D, G * D, H * E], E
         C, X = config.hidden_size, sum(self.channels)
-        width = config.linear_conv_kernel_dim
-        self.conv1d = nn.Conv1d(X, X, width, groups=X, bias=False)
+        self.conv1d = CausalConv(X, config.linear_conv_kernel_dim)
         self.add_projections(C, H)
         self.dt_bias = nn.Parameter(torch.empty(H))
         self.A_log = nn.Parameter(torch.empty(H))
@@ -364,7 +416,8 @@ class GatedDeltaNet(nn.Module):
         mixed_BTX, z, b_BTH, a_BTH = self.project(x_BTC)
         # A single convolution computes queries, keys and values, because each channel has its own
         # filter.
-        mixed_BTX, inputs = self.convolved(mixed_BTX, inputs, positions)
+        mixed_BTX, inputs = self.conv1d.convolve(mixed_BTX, inputs, positions)
+        mixed_BTX = F.silu(mixed_BTX)
         q, k, v = (part.view(heads) for part in torch.split(mixed_BTX, self.channels, -1))
         v_BTHE = v.reshape(B, T, -1, self.value_dim)
         # If each value head has its own key head, queries and keys are not copied. A copy would
@@ -396,45 +449,6 @@ class GatedDeltaNet(nn.Module):
         # output projection requires.
         rows, gates = (x.reshape(-1, self.value_dim) for x in (y_BTHE.to(mixed_BTX.dtype), z))
         return self.out_proj(self.norm(rows, gates).view(B, T, -1))  # type: ignore[no-any-return]
-
-    def convolved(
-        self, x_BTX: Tensor, before: Tensor | None, positions: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        """Apply a causal convolution to each channel, followed by SiLU.
-
-        Args:
-            x_BTX: inputs, [B, T, X].
-            before: inputs of the W - 1 tokens before these tokens, [B, W - 1, X]; None for zeros.
-            positions: position of each token in its document (see `forward`).
-
-        Returns:
-            The outputs [B, T, X], and the last inputs [B, W - 1, X], to be passed as `before` for
-            the next tokens.
-        """
-        B, T, X = x_BTX.shape
-        weight_XW = self.conv1d.weight[:, 0]
-        earlier = weight_XW.shape[1] - 1
-        if before is None and positions is None:
-            # As in transformers, the result is longer than needed and is then truncated. SiLU would
-            # round the last elements differently in a row of exactly the required length.
-            weight_X1W = self.conv1d.weight
-            y_BXT = F.conv1d(x_BTX.transpose(1, 2), weight_X1W, padding=earlier, groups=X)
-            last_BSX = F.pad(x_BTX[:, -earlier:], (0, 0, max(earlier - T, 0), 0))
-            return F.silu(y_BXT[..., :T].transpose(1, 2)), last_BSX
-        first = x_BTX.new_zeros(B, earlier, X) if before is None else before.to(x_BTX.dtype)
-        all_BSX = torch.cat((first, x_BTX), 1)
-        if positions is None:
-            y_BTX = self.conv1d(all_BSX.transpose(1, 2)).transpose(1, 2)
-        else:
-            # The convolution is computed as a sum, because the first tokens of a document must not
-            # see inputs of the previous document.
-            y_BTX = at_least_fp32(x_BTX) * weight_XW[:, -1]
-            for back in range(1, earlier + 1):
-                seen_BTX = all_BSX[:, earlier - back : earlier - back + T]
-                seen_BTX = seen_BTX * (positions >= back)[..., None]
-                y_BTX = y_BTX + seen_BTX * weight_XW[:, -1 - back]
-        # The last W - 1 inputs are returned. If T is smaller, some of them are taken from `before`.
-        return F.silu(y_BTX.to(x_BTX.dtype)), all_BSX[:, T:]
 
 
 class Qwen35DeltaNet(GatedDeltaNet):

@@ -21,7 +21,7 @@ from firstlight.models import FAMILIES, Model, ModelConfig, build_model
 from firstlight.tokenizer import SPLIT_PATTERNS, Tokenizer
 from firstlight.tokenizer.chat_labels import turn_end_ids
 from firstlight.weights.composite import CONFIG_NAME as CONFIG_NAME
-from firstlight.weights.composite import text_content
+from firstlight.weights.composite import require_known_keys, text_content
 from firstlight.weights.loading import count_tensors
 from firstlight.weights.stored import stored_tensors
 
@@ -176,6 +176,8 @@ def config_from_hf(content: Mapping[str, Any], where: str) -> ModelConfig:
             f"(supported: {', '.join(FAMILIES)}, and the text models of "
             f"{', '.join(dict.fromkeys(composites))})"
         )
+    if family.spec.requires_known_keys:
+        require_known_keys(content, family, where)
     try:
         return family.config.from_hf(content)
     except ValidationError as error:

@@ -188,8 +188,9 @@ def generation_of(metadata: Mapping[str, Any]) -> dict[str, Any]:
     return content
 
 
-def _cached_sizes(model: Any) -> tuple[int, int, int]:
-    """Return the number of heads, the key size and the value size in llama.cpp's KV cache.
+def _cached_sizes(model: Any) -> tuple[int | list[int], int, int]:
+    """Return the number of heads, the key size and the value size in llama.cpp's KV cache. For
+    LFM2, there is one number of heads per layer, which is 0 for convolutions.
 
     With multi-head latent attention, llama.cpp caches a single head. The cached key consists of the
     KV latent and the rotated part of the key. The cached value is the KV latent.
@@ -197,7 +198,11 @@ def _cached_sizes(model: Any) -> tuple[int, int, int]:
     if model.family.gguf.layer == "latent":
         rank = model.kv_lora_rank
         return 1, rank + model.rotary_dim, rank
-    return model.num_key_value_heads, model.head_dim, model.head_dim
+    heads = model.num_key_value_heads
+    if model.family.gguf.layer == "conv":
+        layers = range(model.num_hidden_layers)
+        heads = [0 if model.is_conv(layer) else heads for layer in layers]
+    return heads, model.head_dim, model.head_dim
 
 
 def _add_rope_scaling(writer: GGUFWriter, model: Any) -> dict[str, Any]:
@@ -453,7 +458,9 @@ def _llama_config(values: _Values, kept: Mapping[str, Any], stored: Shapes) -> d
         "model_type": model_type,
         **sizes,
         "num_key_value_heads": (
-            heads if is_latent else values.whole("attention.head_count_kv", heads)
+            heads
+            if is_latent or family.gguf.layer == "conv"
+            else values.whole("attention.head_count_kv", heads)
         ),
         "head_dim": head_dim,
         family.activation_key: family.activation,
@@ -476,6 +483,8 @@ def _llama_config(values: _Values, kept: Mapping[str, Any], stored: Shapes) -> d
         config |= _latent_config(values, rotary_dim)
     if family.gguf.has_delta:
         config |= _linear_config(values)
+    if family.gguf.layer == "conv":
+        config |= _conv_config(values)
     for key, name in family.gguf.counts.items():
         count = values.whole(name)
         config[key] = None if key in family.gguf.optional and count == 0 else count
@@ -511,6 +520,18 @@ def _linear_config(values: _Values) -> dict[str, Any]:
         "layer_types": [
             "linear_attention" if is_linear else "full_attention" for is_linear in kinds
         ],
+    }
+
+
+def _conv_config(values: _Values) -> dict[str, Any]:
+    """Return the config entries for LFM2's layers with convolutions."""
+    counts = values.get("attention.head_count_kv")
+    if not isinstance(counts, list) or not all(type(count) is int for count in counts):
+        raise ModelError(f"{values.architecture}.attention.head_count_kv is not a list of integers")
+    return {
+        "num_key_value_heads": max(counts, default=0),
+        "layer_types": ["full_attention" if count else "conv" for count in counts],
+        "block_auto_adjust_ff_dim": False,
     }
 
 

@@ -98,6 +98,7 @@ class TensorRule:
             "_norm.weight",
             ".bias",
             "ssm_conv1d.weight",
+            "shortconv.conv.weight",
         )
         return len(self.gguf_shape) == 1 or self.gguf.endswith(small_tables)
 
@@ -175,7 +176,8 @@ def tensor_rules(model: Any) -> Iterator[TensorRule]:
         yield TensorRule("position_embd.weight", ("transformer.wpe.weight",), positions)
     for i in range(model.num_hidden_layers):
         yield from _layer_rules(model, i, f"blk.{i}.", f"{names.layers_name}.{i}.")
-    yield from _norm_rules(model, "output_norm", names.final_modules[0])
+    last_norm = "token_embd_norm" if model.family.gguf.layer == "conv" else "output_norm"
+    yield from _norm_rules(model, last_norm, names.final_modules[0])
     if not model.tie_word_embeddings:
         yield TensorRule("output.weight", (names.head_file_name,), table)
     elif model.family.gguf.head == "written":
@@ -200,6 +202,8 @@ def _layer_rules(model: Any, layer: int, theirs: str, ours: str) -> Iterator[Ten
         sinks = (f"{ours}self_attn.sinks",)
         yield TensorRule(f"{theirs}attn_sinks.weight", sinks, (model.num_attention_heads,))
         yield from _biased_expert_rules(model, theirs, f"{ours}mlp.")
+    elif kind == "conv":
+        yield from _conv_rules(model, layer, theirs, ours)
     elif model.family.gguf.has_delta:
         yield from _two_norm_rules(model, theirs, ours, "post_attention_norm")
         if model.is_linear(layer):
@@ -497,3 +501,35 @@ def _tiled_delta_rules(model: Any, theirs: str, ours: str) -> Iterator[TensorRul
             dropped=1 if name == "conv1d.weight" else None,
         )
     yield TensorRule(f"{theirs}ssm_norm.weight", (f"{ours}norm.weight",), (E,))
+
+
+def _conv_rules(model: Any, layer: int, theirs: str, ours: str) -> Iterator[TensorRule]:
+    """Yield the rules for a layer of LFM2, which has a short convolution or attention."""
+    C, F, D = model.hidden_size, model.intermediate_size, model.head_dim
+    queries, keys = model.num_attention_heads * D, model.num_key_value_heads * D
+    parts: list[tuple[str, str, tuple[int, ...]]] = [
+        ("attn_norm", "operator_norm", (C,)),
+        ("ffn_norm", "ffn_norm", (C,)),
+        ("ffn_gate", "feed_forward.w1", (F, C)),
+        ("ffn_up", "feed_forward.w3", (F, C)),
+        ("ffn_down", "feed_forward.w2", (C, F)),
+    ]
+    if model.is_conv(layer):
+        parts += [
+            ("shortconv.in_proj", "conv.in_proj", (3 * C, C)),
+            ("shortconv.conv", "conv.conv", (C, 1, model.conv_L_cache)),
+            ("shortconv.out_proj", "conv.out_proj", (C, C)),
+        ]
+    else:
+        parts += [
+            ("attn_q", "self_attn.q_proj", (queries, C)),
+            ("attn_k", "self_attn.k_proj", (keys, C)),
+            ("attn_v", "self_attn.v_proj", (keys, C)),
+            ("attn_output", "self_attn.out_proj", (C, queries)),
+            ("attn_q_norm", "self_attn.q_layernorm", (D,)),
+            ("attn_k_norm", "self_attn.k_layernorm", (D,)),
+        ]
+    for word, name, sizes in parts:
+        dropped = 1 if len(sizes) == 3 else None
+        source = (f"{ours}{name}.weight",)
+        yield TensorRule(f"{theirs}{word}.weight", source, sizes, dropped=dropped)
