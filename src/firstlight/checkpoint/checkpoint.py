@@ -57,14 +57,9 @@ from firstlight.errors import (
 from firstlight.files.atomic import forget_cached, read_json_object, sha256_of
 from firstlight.files.disk import HashedFile, OutputFile
 from firstlight.files.tensor_file import write_tensors
-<<<<<<< HEAD
 from firstlight.lora.files import ADAPTER_CONFIG_NAME, ADAPTER_WEIGHTS_NAME, config_folder
-from firstlight.weights.huggingface import CONFIG_NAME, TOKENS_KEY
-=======
-from firstlight.lora.files import ADAPTER_CONFIG_NAME, ADAPTER_WEIGHTS_NAME
 from firstlight.weights.composite import Carried, text_tensors
-from firstlight.weights.huggingface import CONFIG_NAME
->>>>>>> w-models
+from firstlight.weights.huggingface import CONFIG_NAME, TOKENS_KEY
 from firstlight.weights.loading import nonfinite_tensor
 from firstlight.weights.stored import WEIGHTS_NAME, read_header
 

@@ -250,13 +250,9 @@ def captured(run: Run) -> Checkpoint:
         tensors_of = file_tensors if run.base is None else adapter_tensors
         found = engine.state_tensors(model, program.optimizer, tensors_of)
         randoms = {**states_of_ranks(engine), **words}
-<<<<<<< HEAD
     files = model_files(model.config, run.tokenizer, run.generation, run.state.tokens_read)
-=======
-    files = model_files(model.config, run.tokenizer, run.generation)
     if run.carried is not None:
         files = run.carried.with_texts(files, model.config)
->>>>>>> w-models
     if run.base is not None:
         assert recipe.lora is not None
         files |= adapter_files(model, recipe.lora, run.base.name)
@@ -367,17 +363,12 @@ def mean_weights(checkpoints: Sequence[Saved]) -> dict[str, Tensor]:
 def _write(run: Run, average: dict[str, Tensor], record: dict[str, object]) -> None:
     run.require_folder()
     with new_folder(run.folder / AVERAGED_NAME, replace=True) as folder:
-<<<<<<< HEAD
-        config, tokens = run.program.model.config, run.state.tokens_read
-        for name, text in model_files(config, run.tokenizer, run.generation, tokens).items():
-=======
         config, tensors = run.program.model.config, average
-        files = model_files(config, run.tokenizer, run.generation)
+        files = model_files(config, run.tokenizer, run.generation, run.state.tokens_read)
         if run.carried is not None:
             files = run.carried.with_texts(files, config)
             tensors = run.carried.with_tensors(average)
         for name, text in files.items():
->>>>>>> w-models
             (folder / name).write_text(text, encoding="utf-8")
         save_tensors(tensors, folder / WEIGHTS_NAME)
         write_json(folder / _EVALUATION_NAME, record)

@@ -259,11 +259,8 @@ def _assembled(
         tell=tell,
         budget=budget,
         generation=first.generation,
-<<<<<<< HEAD
         state=TrainState(initial_tokens=first.tokens),
-=======
         carried=first.carried,
->>>>>>> w-models
     )
     if newest is not None:
         take_up(run, newest)

@@ -188,11 +188,8 @@ class FirstModel:
         base: the base model of a run with `lora`; None for other runs.
         adapter: values of the --init-from adapter that is trained further; empty for new adapters.
         generation: content of the model's generation_config.json.
-<<<<<<< HEAD
         tokens: number of tokens that the --init-from model has read; None if it is unknown.
-=======
         carried: parts of the model's folder that are written with each checkpoint, or None.
->>>>>>> w-models
     """
 
     config: ModelConfig
@@ -201,11 +198,8 @@ class FirstModel:
     base: LoraBase | None = None
     adapter: Mapping[str, Tensor] = field(default_factory=dict)
     generation: Mapping[str, Any] = field(default_factory=dict)
-<<<<<<< HEAD
     tokens: int | None = 0
-=======
     carried: Carried | None = None
->>>>>>> w-models
 
     def recipe(self, recipe: Recipe) -> Recipe:
         """Return the recipe. If `base` has a `lora` section, it replaces the recipe's section."""
@@ -294,11 +288,8 @@ def first_model(
             base,
             {} if loaded.adapter is None else loaded.adapter.tensors,
             loaded.generation,
-<<<<<<< HEAD
             tokens_read(folder),
-=======
             _carried(chain[-1], recipe, tell),
->>>>>>> w-models
         )
 
     return read_start(init_from, engine, starting)

@@ -333,14 +333,16 @@ def _saved_state(saved: Mapping[str, Any]) -> TrainState:
         raise CheckpointError(f"trainer_state.json lacks {error}") from error
     except TypeError as error:
         raise CheckpointError(f"trainer_state.json is damaged: {error}") from error
-<<<<<<< HEAD
-    counts = ["step", "tokens_seen", "rows_seen", "skipped_steps", "micro_batch_rows"]
+    counts = [
+        "step",
+        "tokens_seen",
+        "rows_seen",
+        "skipped_steps",
+        "micro_batch_rows",
+        "worse_evaluations",
+    ]
     counts += [] if state.initial_tokens is None else ["initial_tokens"]
     for name in counts:
-=======
-    counts = ("step", "tokens_seen", "rows_seen", "skipped_steps", "micro_batch_rows")
-    for name in (*counts, "worse_evaluations"):
->>>>>>> w-models
         count = getattr(state, name)
         # Compare the exact type, because isinstance would accept JSON's true as an int.
         if type(count) is not int or not 0 <= count <= _MOST_COUNTED:
