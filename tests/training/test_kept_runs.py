@@ -264,7 +264,9 @@ def test_kept_text_is_compared_with_start_without_other_evaluations(
             assert (result.new, result.kept[1], result.step) == (None, figures[-1], 30)
             assert str(result).endswith("(step 30; the new text has no validation split)")
             assert next(_kept_figures(read_run(folder_of(run)))).note == str(result)
-            alone = "does not report val/loss: only the kept text is measured, and no checkpoint is"
+            alone = (
+                "only the kept text is measured, so no checkpoint is the best: hold out new text"
+            )
             assert alone in capsys.readouterr().err
 
 

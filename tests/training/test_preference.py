@@ -431,6 +431,7 @@ def test_preference_run_measures_kept_text(
     sums = {one["step"]: one["val/loss"] + one["kept/bits_per_byte"] for one in found[1:]}
     result = kept_result(folder_of(pairs))
     assert result is not None
+    assert result.new is not None
     assert result.step == min(sums, key=sums.__getitem__)
     # The log-probabilities of the chosen answers are those of both models.
     state = load_trainer_state(saved_checkpoints(folder_of(pairs))[-1].folder)

@@ -57,8 +57,8 @@ from firstlight.errors import (
 from firstlight.files.atomic import forget_cached, read_json_object, sha256_of
 from firstlight.files.disk import HashedFile, OutputFile
 from firstlight.files.tensor_file import write_tensors
-from firstlight.lora.files import ADAPTER_CONFIG_NAME, ADAPTER_WEIGHTS_NAME
-from firstlight.weights.huggingface import CONFIG_NAME
+from firstlight.lora.files import ADAPTER_CONFIG_NAME, ADAPTER_WEIGHTS_NAME, config_folder
+from firstlight.weights.huggingface import CONFIG_NAME, TOKENS_KEY
 from firstlight.weights.loading import nonfinite_tensor
 from firstlight.weights.stored import WEIGHTS_NAME, read_header
 
@@ -318,6 +318,26 @@ def load_trainer_state(folder: Path) -> dict[str, Any]:
     state = read_json_object(path, CheckpointError, "is damaged: it is not a JSON object")
     _require_objects(path, state)
     return state
+
+
+def tokens_read(folder: Path) -> int | None:
+    """Return the number of tokens that the model in a folder has read in all of its training, or
+    None if it is unknown. The tokens of an adapter's base count.
+
+    Raises:
+        CheckpointError, ModelError: a file is damaged or missing.
+    """
+    if (folder / STATE_NAME).is_file():
+        state = load_trainer_state(folder)
+        # Older versions did not record what the initial model had read.
+        before = state.get("initial_tokens", None if state.get("init_from") else 0)
+        own = state.get("tokens_seen")
+        return before + own if type(before) is type(own) is int else None
+    described_by = config_folder(folder)
+    if described_by != folder:
+        return tokens_read(described_by)
+    count = read_json_object(folder / CONFIG_NAME, ModelError).get(TOKENS_KEY)
+    return count if type(count) is int and count >= 0 else None
 
 
 def saved_vocab_multiple(folder: Path, state: Mapping[str, Any]) -> int:

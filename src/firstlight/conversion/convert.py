@@ -22,9 +22,10 @@ from firstlight.checkpoint.checkpoint import (
     is_sharded_checkpoint,
     load_trainer_state,
     saved_vocab_multiple,
+    tokens_read,
 )
 from firstlight.checkpoint.manifest import CHECKPOINTS
-from firstlight.checkpoint.selection import read_model_folder, tokens_read
+from firstlight.checkpoint.selection import read_model_folder
 from firstlight.checkpoint.sharded import sharded_model
 from firstlight.conversion.check import (
     TOLERANCES,

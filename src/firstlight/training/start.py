@@ -286,6 +286,8 @@ def _open_data(
         progress=tell is say,
     )
     dataset, kept = with_kept_text(data, dataset, progress=tell is say)
+    if kept is not None and validation is None:
+        tell("only the kept text is measured, so no checkpoint is the best: hold out new text")
     tokenizer = Tokenizer.from_pretrained(dataset.folder)
     # Shards contain token ids, which a different tokenizer would decode to different text.
     if (tokenizer.fingerprint, tokenizer.vocab_size) != (

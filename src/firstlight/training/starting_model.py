@@ -24,9 +24,10 @@ from firstlight.checkpoint.checkpoint import (
     load_checkpoint,
     load_trainer_state,
     saved_vocab_multiple,
+    tokens_read,
 )
 from firstlight.checkpoint.manifest import reading_checkpoint
-from firstlight.checkpoint.selection import read_model_folder, resolve_model_folder, tokens_read
+from firstlight.checkpoint.selection import read_model_folder, resolve_model_folder
 from firstlight.checkpoint.sharded import fitting_model
 from firstlight.console import gib
 from firstlight.errors import CheckpointError, ConfigError, DataError, ModelError

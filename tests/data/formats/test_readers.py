@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 import zipfile
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from pypdfium2.raw import FS_RECTF
 
 from firstlight.data.formats import UnreadableDocument, docx, epub, html, notebook, odt, pdf, rtf
 
@@ -31,9 +34,13 @@ def page(path: Path, content: str) -> Path:
 
 
 def write_pdf(
-    path: Path, pages: list[list[tuple[int, int, str]]], font: str = "", encrypt: str = ""
+    path: Path,
+    pages: Sequence[str | list[tuple[int, int, str]]],
+    font: str = "",
+    encrypt: str = "",
 ) -> Path:
-    """Write a PDF. Each page is a list of (x, y, text) in points; the font has 10 points."""
+    """Write a PDF. Each page is a list of (x, y, text) in points, or the code that draws it; the
+    font has 10 points."""
     kids = " ".join(f"{4 + 2 * number} 0 R" for number in range(len(pages)))
     objects = [
         "<</Type/Catalog/Pages 2 0 R>>",
@@ -41,7 +48,10 @@ def write_pdf(
         font or "<</Type/Font/Subtype/Type1/BaseFont/Helvetica>>",
     ]
     for number, lines in enumerate(pages):
-        drawn = "".join(f"BT /F 10 Tf {x} {y} Td ({text}) Tj ET\n" for x, y, text in lines)
+        if isinstance(lines, str):
+            drawn = lines
+        else:
+            drawn = "".join(f"BT /F 10 Tf {x} {y} Td ({text}) Tj ET\n" for x, y, text in lines)
         objects += [
             "<</Type/Page/Parent 2 0 R/MediaBox[0 0 400 600]/Resources<</Font<</F 3 0 R>>>>"
             f"/Contents {5 + 2 * number} 0 R>>",
@@ -79,6 +89,15 @@ def test_web_page_has_text_without_menus_scripts_and_notices(tmp_path: Path) -> 
         "a\tb c\n1\t2\n\nx = 1\n  y"
     )
     assert list(html.read(page(tmp_path / "a.html", content))) == [("", expected)]
+
+
+def test_web_page_footnotes_have_numbers_in_brackets(tmp_path: Path) -> None:
+    content = (
+        '<p>Text.<a href="#f"><sup>1</sup></a> A <a href="#b">link</a>, <a href="/b">2</a></p>'
+        '<p>1. A note. <a href="#t">↩︎</a></p>'
+    )
+    [(_, text)] = html.read(page(tmp_path / "a.html", content))
+    assert text == "Text.[1] A link, 2\n\n1. A note."
 
 
 def test_web_page_main_element_is_read_alone(tmp_path: Path) -> None:
@@ -202,6 +221,15 @@ def test_rich_text_is_decoded(tmp_path: Path) -> None:
         list(rtf.read(page(tmp_path / "b.rtf", "plain")))
 
 
+def test_rich_text_footnotes_are_at_the_end(tmp_path: Path) -> None:
+    first, second = r"{\*\footnote {\super\chftn} A \{ {\b note}.}", r"{\footnote\pard Two.}"
+    content = rf"{{\rtf1 One{first} two{second} three.\par }}"
+    [(_, text)] = rtf.read(page(tmp_path / "a.rtf", content))
+    assert [line for line in text.splitlines() if line] == [
+        "One[1] two[2] three.", "[1] A { note.", "[2] Two.",
+    ]  # fmt: skip
+
+
 def test_notebook_has_text_code_and_printed_results(tmp_path: Path) -> None:
     cells = [
         {"cell_type": "markdown", "source": ["# Title\n", "text"]},
@@ -267,6 +295,149 @@ def test_pdf_repeated_headers_and_page_numbers_are_left_out(tmp_path: Path) -> N
     assert text.count("has its own paragraph.") == 4
 
 
+def test_pdf_rows_and_forms_that_repeat_are_kept(tmp_path: Path) -> None:
+    rows = [(50, 580 - 14 * n, f"{n}1 {n}2 {n}3") for n in range(4)]
+    form = [(50, 500 - 14 * n, text) for n, text in enumerate(("Name: A", "Age: 30", "Yes", "No"))]
+    pages = [[*rows, *form, (200, 20, f"{number}")] for number in range(4)]
+    page = "01 02 03\n11 12 13\n21 22 23\n31 32 33\n\nName: A\nAge: 30\nYes\nNo"
+    [(place, text)] = pdf.read(write_pdf(tmp_path / "a.pdf", pages))
+    assert place == "pages 1 to 4, without 4 headers, footers and page numbers"
+    assert text == "\n\n".join([page] * 4)
+
+
+def test_pdf_header_next_to_the_text_is_left_out_if_it_is_at_the_edge(tmp_path: Path) -> None:
+    pages = [
+        [(50, 585, "Header"), (50, 573, f"Text {n} is long enough"), (50, 561, "for two lines.")]
+        for n in ("a", "b", "c")
+    ]
+    [(_, text)] = pdf.read(write_pdf(tmp_path / "a.pdf", pages))
+    assert text == "\n\n".join(f"Text {n} is long enough for two lines." for n in "abc")
+
+
+def test_pdf_table_has_one_line_for_each_row(tmp_path: Path) -> None:
+    table = [
+        (x, 500 - 14 * row, f"{'abc'[column]} {row}")
+        for row in range(3)
+        for column, x in enumerate((50, 150, 250))
+    ]
+    item = [
+        (50, 440, "1."),
+        (75, 440, "An item of a list, which is not a table, has one"),
+        (75, 428, "more line."),
+    ]
+    expected = (
+        "a 0\tb 0\tc 0\na 1\tb 1\tc 1\na 2\tb 2\tc 2\n\n"
+        "1. An item of a list, which is not a table, has one more line."
+    )
+    assert list(pdf.read(write_pdf(tmp_path / "a.pdf", [[*table, *item]]))) == [
+        ("page 1", expected)
+    ]
+
+
+def test_pdf_short_paragraphs_are_separated_by_their_distance(tmp_path: Path) -> None:
+    """Most distances on the page are those of paragraphs."""
+    page, y = [], 580
+    for number in range(6):
+        page += [
+            (50, y, f"{number} is a paragraph of two lines, the first of which is"),
+            (50, y - 12, "longer."),
+        ]
+        page += [(50, y - 36, "A short one."), (50, y - 60, "Another one.")]
+        y -= 84
+    [(_, text)] = pdf.read(write_pdf(tmp_path / "a.pdf", [page]))
+    assert text.split("\n\n") == [
+        part
+        for number in range(6)
+        for part in (
+            f"{number} is a paragraph of two lines, the first of which is longer.",
+            "A short one.",
+            "Another one.",
+        )
+    ]
+
+
+def test_pdf_hyphen_is_kept_if_the_document_divides_no_words(tmp_path: Path) -> None:
+    line = "a line in which no program divided any of the words it has"
+    lines = [
+        *[line] * 40,
+        "The mailing list for this is at the following address: debian-",
+        "admin@lists.debian.org, which is read by everybody, and so-",
+        "called users of it.",
+    ]
+    page = [(20, 590 - 13 * n, text) for n, text in enumerate(lines)]
+    [(_, text)] = pdf.read(write_pdf(tmp_path / "a.pdf", [page[:40], page]))
+    assert (
+        "address: debian-admin@lists.debian.org, which is read by everybody, and so-called" in text
+    )
+
+
+def test_pdf_line_end_that_pdfium_misses_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PDFium gives such lines for justified text that a browser printed."""
+    boxes = {0: (300, 500), 7: (50, 470), 12: (80, 473)}
+
+    def box(page: object, index: int) -> FS_RECTF:
+        left, bottom = boxes[max(start for start in boxes if start <= index)]
+        return FS_RECTF(left + 5 * index, bottom + 10, left + 5 * index + 5, bottom)
+
+    monkeypatch.setattr(pdf, "_box", box)
+    pieces = [piece[0] for piece in pdf._pieces(None, "in line Next 2nd\r\nx")]
+    assert pieces == ["in line", "Next 2nd", "x"]
+
+
+def test_pdf_words_of_another_font_are_moved_to_their_places(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    text = "one two < >."
+    lefts = {"one": 50, "two": 75, "<": 70, ">.": 90}
+    places = {
+        match.start() + offset: left + 5 * offset
+        for match in re.finditer("[^ ]+", text)
+        for left in [lefts[match[0]]]
+        for offset in range(len(match[0]))
+    }
+
+    def box(page: object, index: int) -> FS_RECTF:
+        return FS_RECTF(places[index], 10, places[index] + 5, 0)
+
+    monkeypatch.setattr(pdf, "_box", box)
+    [line] = re.finditer(".+", text)
+    assert pdf._with_columns(None, line, 10.0) == "one <two>."
+
+
+def test_pdf_hyphens_of_divided_words_addresses_and_dashes_are_told_apart(tmp_path: Path) -> None:
+    lines = [
+        "A hyphen at the end of a line can divide a word as in inter-",
+        "nationally, be a part of the addresses of mail, as in debian-",
+        "admin@lists.debian.org, or be a dash with a space before it -",
+        "which is kept.",
+    ]
+    page = [(50, 500 - 12 * n, line) for n, line in enumerate(lines)]
+    [(_, text)] = pdf.read(write_pdf(tmp_path / "a.pdf", [page]))
+    assert text == (
+        "A hyphen at the end of a line can divide a word as in internationally, be a part of the "
+        "addresses of mail, as in debian-admin@lists.debian.org, or be a dash with a space before "
+        "it - which is kept."
+    )
+
+
+def test_pdf_with_mostly_empty_pages_is_unreadable(tmp_path: Path) -> None:
+    document = write_pdf(tmp_path / "a.pdf", [[(50, 500, "Terms of use")], [], []])
+    with pytest.raises(UnreadableDocument) as caught:
+        list(pdf.read(document))
+    assert str(caught.value) == (
+        "2 of its 3 pages are images without text: recognise them with ocrmypdf --skip-text IN OUT"
+    )
+
+
+def test_pdf_images_without_text_are_counted(tmp_path: Path) -> None:
+    image = "q 100 0 0 100 50 50 cm BI /W 1 /H 1 /CS /G /BPC 8 ID \x00 EI Q\n"
+    pages = [[(50, 500, f"Text {number}")] for number in range(4)] + [image] * 3
+    [(place, text), problem] = pdf.read(write_pdf(tmp_path / "a.pdf", pages))
+    assert (place, text) == ("pages 1 to 7", "Text 0\n\nText 1\n\nText 2\n\nText 3")
+    advice = "recognise them with ocrmypdf --skip-text IN OUT"
+    assert problem == (f"3 of its pages are images without text: {advice}", "")
+
+
 def test_pdf_without_text_is_unreadable(tmp_path: Path) -> None:
     with pytest.raises(UnreadableDocument, match=r"images without text: .* ocrmypdf IN OUT"):
         list(pdf.read(write_pdf(tmp_path / "a.pdf", [[]])))
@@ -294,3 +465,32 @@ def test_encrypted_pdf_is_unreadable(tmp_path: Path) -> None:
     document = write_pdf(tmp_path / "a.pdf", [[(50, 500, "text")]], encrypt=encrypt)
     with pytest.raises(UnreadableDocument, match=r"it is encrypted: .* qpdf --decrypt"):
         list(pdf.read(document))
+
+
+def test_pdf_text_from_right_to_left_is_read_by_position(tmp_path: Path) -> None:
+    # A to D are the letters of "سلام", E is a mark above a letter, F a question mark,
+    # G and H parentheses, which are stored as they are drawn.
+    names = "/uni0633 /uni0644 /uni0627 /uni0645 /afii57451 /afii57407 /parenleft /parenright"
+    font = (
+        "<</Type/Font/Subtype/TrueType/BaseFont/Helvetica/FirstChar 65/LastChar 72"
+        f"/Widths[500 500 500 500 0 500 500 500]/Encoding<</Differences[65 {names}]>>>>"
+    )
+    # The left half of the second line comes before the first line.
+    lines = [(140, 482, "FABED"), (200, 500, "DCBA"), (174, 482, "GDCBAH")]
+    [(_, text)] = pdf.read(write_pdf(tmp_path / "a.pdf", [lines], font))
+    assert text == "سلام (سلام) ملًس؟"
+
+
+def test_pdf_chinese_text_has_no_spaces_of_justified_lines_and_whole_words(tmp_path: Path) -> None:
+    font = (
+        "<</Type/Font/Subtype/Type0/BaseFont/STSong-Light/Encoding/UniGB-UCS2-H/DescendantFonts["
+        "<</Type/Font/Subtype/CIDFontType0/BaseFont/STSong-Light/DW 1000/W[1[500] 34[500 500]]"
+        "/CIDSystemInfo<</Registry(Adobe)/Ordering(GB1)/Supplement 2>>>>]>>"
+    )
+    lines = [
+        (50, 500, "中文"), (73, 500, "中文"), (105, 500, "中文"), (125, 500, "Debia"),
+        (50, 488, "n中文中文"), (50, 400, "Debian"),
+    ]  # fmt: skip
+    coded = [(x, y, text.encode("utf-16-be").decode("latin-1")) for x, y, text in lines]
+    [(_, text)] = pdf.read(write_pdf(tmp_path / "a.pdf", [coded], font))
+    assert text == "中文中文 中文Debian中文中文\n\nDebian"

@@ -25,6 +25,7 @@ from typing import Any
 from rich.progress import TextColumn
 
 from firstlight.console import counted, progress_bar
+from firstlight.data.formats.nonsense import nonsense_in
 from firstlight.data.formats.registry import format_of, installed_packages
 from firstlight.data.opening import require_unpacked_size
 from firstlight.errors import FirstlightError, InputError, describe_read_error, first_line
@@ -34,7 +35,7 @@ from firstlight.files.limits import LimitedProcess, LimitExceededError, allow_mo
 from firstlight.hardware.environment import usable_cpus
 
 #: Version of the readers. It is increased when any of them returns different text.
-_VERSION = 4
+_VERSION = 5
 #: Limits for a file: memory in bytes, CPU time in seconds, and CPU time for each further MB of the
 #: file, which may be compressed, and of its text.
 _MEMORY = 300 << 20
@@ -334,6 +335,8 @@ def _write_documents(request: tuple[str, str, str, str]) -> dict[str, Any]:
             read = importlib.import_module(module).read
             for place, text in read(path, _seen_in(group)) if group else read(path):
                 text = text.encode("utf-8", "replace").decode("utf-8").replace("\x00", "")
+                if nonsense := nonsense_in(text):
+                    place, text = f"{place}: {nonsense}" if place else nonsense, ""
                 documents += 1
                 if not text:
                     left_out += 1
