@@ -59,6 +59,12 @@ def test_read_hidden_text_is_left_out(tmp_path: Path, value: str, expected: str)
     assert _read(tmp_path, f"<w:p><w:r><w:t>a</w:t></w:r>{run}</w:p>") == expected
 
 
+def test_read_pronunciation_is_left_out(tmp_path: Path) -> None:
+    run = "<w:r><w:t>{}</w:t></w:r>"
+    ruby = f"<w:rt>{run.format('かんじ')}</w:rt><w:rubyBase>{run.format('漢字')}</w:rubyBase>"
+    assert _read(tmp_path, f"<w:p><w:r><w:ruby>{ruby}</w:ruby></w:r></w:p>") == "漢字"
+
+
 def test_read_code_keeps_its_indentation_and_lines(tmp_path: Path) -> None:
     styles = "<w:style w:styleId='C1'><w:name w:val='HTML Preformatted'/></w:style>"
     body = (

@@ -21,8 +21,9 @@ from firstlight.data.formats.paragraphs import (
     tag_of,
 )
 
-#: Deleted and moved text, the second version of drawings, and instructions of fields.
-_DROPPED = frozenset("del moveFrom Fallback instrText delText pPr rPr sectPr tblPr".split())
+#: Deleted and moved text, the second version of drawings, instructions of fields, and how
+#: characters are pronounced.
+_DROPPED = frozenset("del moveFrom Fallback instrText delText rt pPr rPr sectPr tblPr".split())
 _CHARACTERS = {"tab": "\t", "noBreakHyphen": "-"}
 _NOTES = {"footnoteReference": "footnotes", "endnoteReference": "endnotes"}
 _NUMERALS = {"lowerLetter": "a", "upperLetter": "A", "lowerRoman": "i", "upperRoman": "I"}
