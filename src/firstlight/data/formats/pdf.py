@@ -44,11 +44,10 @@ _RECOGNISE = "recognise them with ocrmypdf --skip-text IN OUT"
 _MARGIN_LINES = 2
 #: Minimum gap between two columns of a table, as a multiple of the size of the font.
 _COLUMN_GAP = 1.5
-#: Minimum gap between two Chinese or Japanese words, as a multiple of the size of the font. Smaller
-#: ones justify a line.
-_WIDE_SPACE = 0.6
-#: Minimum gap between two words that are drawn apart, as a multiple of the size of the font.
+#: Minimum gap between two words that are drawn apart, as a multiple of the size of the font, and
+#: between two Chinese characters, which justification moves apart.
 _WORD_GAP = 0.12
+_WIDE_SPACE = 0.6
 #: The mark of a list item.
 _MARK = re.compile(r"\W+\Z|\W?\w{1,3}[.):]?\Z")
 #: Where headers and footers are: maximum distance from the edge of the page, as a share of its
@@ -174,7 +173,9 @@ def _lines(page: Any) -> list[_Line]:
         if found and _is_same(found[-1], line):
             last = found.pop()
             gap = (line.begin - last.end) / last.height
-            between = "\t" if gap > 2 else " " if gap > _WORD_GAP else ""
+            is_wide = _is_wide(last.text[-1:]) and _is_wide(line.text[:1])
+            least = _WIDE_SPACE if is_wide else _WORD_GAP
+            between = "\t" if gap > 2 else " " if gap > least else ""
             higher = last if last.height >= line.height else line
             content = last.text + between + line.text
             end = max(last.end, line.end)
@@ -329,8 +330,7 @@ def _with_columns(page: Any, line: re.Match[str], height: float) -> str:
     for gap, (_, _, start, word) in zip(gaps, words[1:], strict=True):
         # All gaps are wide in a justified line with few words.
         is_column = gap > _COLUMN_GAP * height and (gap > 1.5 * min(gaps) or gap > 3 * height)
-        is_joined = _is_wide(content[-1]) and _is_wide(word[0]) and not is_column
-        is_joined = is_joined and gap < _WIDE_SPACE * height
+        is_joined = _is_wide(content[-1]) and _is_wide(word[0]) and gap < _WIDE_SPACE * height
         is_joined = is_joined and pdfium.FPDFText_IsGenerated(page, start - 1) == 1
         if is_column and not _MARK.match(content):
             content += "\t"
