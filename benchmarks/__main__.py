@@ -16,6 +16,7 @@ import click
 
 from benchmarks.options import (
     BudgetBench,
+    DocumentsBench,
     GenerationBench,
     GPUBench,
     KeepingBench,
@@ -199,6 +200,23 @@ def keeping_command(folder: Path, as_json: bool, **options: Any) -> Result:
     show_table([HEADER, *(row_cells(runs) for runs in groups(result["runs"]))])
     write_file(folder / "keeping.png", draw(result))
     show(f"picture: {folder / 'keeping.png'}")
+    return result
+
+
+@click.command("documents")
+@click.argument("sources")
+@folder_option
+@bench_options(DocumentsBench, "characters", "turns", "reads")
+@with_json
+def documents_command(folder: Path, as_json: bool, **options: Any) -> Result:
+    """Make documents of each format from the manuals in SOURCES, and compare how firstlight and
+    other programs read them.
+    """
+    from benchmarks.documents import bench_documents, document_table, draw
+
+    result = bench_documents(DocumentsBench(folder, **options))
+    show_table(document_table(result["runs"]))
+    write_file(folder / "documents.png", draw(result))
     return result
 
 
@@ -442,6 +460,7 @@ for command in (
     learning_command,
     budget_command,
     keeping_command,
+    documents_command,
     gpu_command,
 ):
     benchmarks.add_command(command)

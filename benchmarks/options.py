@@ -224,3 +224,20 @@ class KeepingBench(FolderBench):
     rows: int = 48
     evaluations: int = 5
     seeds: int = 3
+
+
+@dataclass(frozen=True)
+class DocumentsBench(FolderBench):
+    """Options of `benchmarks documents`.
+
+    Attributes:
+        sources: folder of plain-text manuals, NAME.LANGUAGE.txt or .txt.gz.
+        characters: number of characters of each manual's prose.
+        turns: turns of both programs.
+        reads: timed reads of a document in each turn.
+    """
+
+    sources: str = ""
+    characters: int = 40_000
+    turns: int = 3
+    reads: int = 5

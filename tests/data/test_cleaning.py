@@ -110,11 +110,34 @@ def test_clean_changes_are_counted_by_document_and_file() -> None:
             "Hi.\nBye.\n",
         ),
         ("1\n00:00:01,000 --> 00:00:02,500\n\n", ""),
+        (
+            "1\n00:00:01,000 --> 00:00:02,500\n{\\an8}<i>One</i> &amp; "
+            "<font color='#f'>two</font>,\n<3 and a < b > c, <whispers>\n",
+            "One & two,\n<3 and a < b > c, <whispers>\n",
+        ),
+        (
+            "WEBVTT\n\nSTYLE\n::cue { color: red }\n\nNOTE\na comment\n\n1\n"
+            "00:01.000 --> 00:02.000\n<v.loud Bob B>NOTE&nbsp;this</v> "
+            "<c.x>one<00:00:01.500></c>\n",
+            "Bob B: NOTE this one\n",
+        ),
+        # Captions of YouTube show each line in three cues.
+        (
+            "WEBVTT\n\n00:00.000 --> 00:02.000 align:start\n \nhi<00:00:00.500><c> all</c>\n\n"
+            "00:02.000 --> 00:02.010\nhi all\n \n\n00:02.010 --> 00:04.000\n"
+            "hi all\nno<c> no</c>\n\n00:04.000 --> 00:04.010\nno no\n \n",
+            "hi all\nno no\n",
+        ),
+        (
+            "1\n00:00:01,000 --> 00:00:02,000\nNo!\n\n2\n00:00:02,000 --> 00:00:03,000\nNo!\n\n"
+            "3\n00:00:03,000 --> 00:00:04,000\nYes!\n",
+            "No!\nNo!\nYes!\n",
+        ),
         # This would take hours if the search started at each blank line.
         ("Hi." + "\n" * 10**6 + "1\n00:00:01,000 --> 00:00:02,500\nBye.\n", "Hi.\nBye.\n"),
     ],
 )
-def test_clean_subtitles_removes_numbers_and_times(text: str, expected: str) -> None:
+def test_clean_subtitles_keeps_what_a_viewer_reads(text: str, expected: str) -> None:
     found, changes = cleaned(text, is_subtitles=True)
     assert (found, changes[-1]) == (expected, "subtitles")
     assert "-->" in cleaned(text)[0]

@@ -135,7 +135,9 @@ def test_neutral_name_removes_local_folders_and_secrets() -> None:
 def test_find_sources_folder_lists_text_files_in_fixed_order(tmp_path: Path) -> None:
     wanted = ["B.TXT", "a-b/z.txt", "a.md", "a/b.py", "a/c/d.jsonl", "a/c/d.jsonl.gz", "b.parquet"]
     make_tree(tmp_path, *reversed(wanted))
-    make_tree(tmp_path, "a/data.png", "a/.hidden.txt", ".git/x.txt", "a/__pycache__/x.py")
+    make_tree(
+        tmp_path, "a/data.png", "a/.hidden.txt", "a/~$x.txt", ".git/x.txt", "a/__pycache__/x.py"
+    )
     make_tree(tmp_path, "node_modules/m/readme.md", "x.parquet.gz")
     for name in ("notes", "x.txt.bak"):
         (tmp_path / name).write_bytes(bytes(range(32)))

@@ -409,7 +409,7 @@ def test_compare_without_texts_includes_kept_text_and_names_missing_text(
     assert [one.name for one in found.texts] == [str(tmp_path / "new"), f"kept text in {old}"]
     assert found.texts[1].bytes == sum(len(one.encode()) for one in documents_of(str(old)))
     # The run folder is moved, and the new text is deleted.
-    moved = shutil.move(tmp_path / "run", tmp_path / "moved")
+    moved = (tmp_path / "run").rename(tmp_path / "moved")
     shutil.rmtree(tmp_path / "new")
     checkpoint = next((moved / "checkpoints").iterdir())
     capsys.readouterr()

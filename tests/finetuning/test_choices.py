@@ -18,8 +18,7 @@ import yaml
 
 from benchmarks.memory import measured_memory
 from builders import draw_records, say, write_lines, write_model, write_texts
-from firstlight.checkpoint.checkpoint import STATE_NAME
-from firstlight.checkpoint.selection import tokens_read
+from firstlight.checkpoint.checkpoint import STATE_NAME, tokens_read
 from firstlight.cli.main import main
 from firstlight.conversion.convert import convert
 from firstlight.data.records import find_records
@@ -135,9 +134,7 @@ def test_fine_tuning_teaches_model_to_answer(
     assert recipe["data"]["files"] == [str(chats)]
     assert (recipe["data"]["template"], recipe["data"]["on_bad"]) == ("alpaca", "skip")
     assert (recipe["lora"], recipe["model"]["hidden_size"]) == (None, 32)
-    unknown = (
-        "the number of tokens that the model has read is unknown: rate of models that read much"
-    )
+    unknown = "how many tokens the model has read is unknown: rate of models that read much"
     assert unknown in " ".join(text.replace("#", "").split())
     assert "\n  learning_rate: 0.0011" in text
     assert f"--init-from {model}" in text.splitlines()[0]

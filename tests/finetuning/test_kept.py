@@ -18,7 +18,7 @@ from tokenizers.pre_tokenizers import Whitespace
 from builders import draw_records, make_texts, write_lines, write_model, write_texts
 from firstlight.data.corpus import TokenDataset
 from firstlight.data.prepare import prepare
-from firstlight.errors import ConfigError, DataError, FirstlightError, InputError, ModelError
+from firstlight.errors import ConfigError, FirstlightError, InputError, ModelError
 from firstlight.finetuning.kept import own_texts
 from firstlight.from_texts import machine as machine_module
 from firstlight.from_texts.result import TextRun, result_lines
@@ -146,6 +146,7 @@ def test_stopped_run_is_resumed_without_its_initial_model(
     start = tmp_path / "typo" if change == "other" else model
     with pytest.raises(ModelError, match=f"{start} does not exist"):
         tuned(new, start, **options)
+    assert "continues from" not in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("kind", ["files", "corpus", "run"])
@@ -232,7 +233,11 @@ def test_resumed_call_keeps_control_set(
         ({"keep": ["good", "texts"]}, ConfigError, "good is a prepared corpus: use it as the only"),
         ({"keep": "chats"}, ConfigError, "chats is a run whose data is not a prepared corpus"),
         ({"keep": "empty"}, InputError, "--keep empty: folder empty contains no text files"),
-        ({"keep": "one"}, DataError, "--keep one: one has no 'val' split"),
+        (
+            {"keep": "one"},
+            InputError,
+            "only 0 tokens of the kept text can be held",
+        ),
         ({"keep": "few"}, InputError, r"only \d+ tokens of the kept text can be held out"),
         ({"keep": "short.txt"}, InputError, r"only \d tokens of the kept text can be held out"),
         ({"keep": "none.txt"}, InputError, r"--keep none\.txt: the corpus is empty"),
@@ -254,8 +259,8 @@ def test_wrong_kept_text_is_refused_before_the_run(
     prepare([tmp_path / "texts"], train_tokenizer(texts, 300), tmp_path / "other")
     prepare([tmp_path / "texts"], tokenizer, tmp_path / "good")
     prepare([tmp_path / "texts"], tokenizer, tmp_path / "one", val_fraction=0.0)
-    write_lines(tmp_path / "few.jsonl", [{"text": f"word {number}"} for number in range(40)])
-    prepare([tmp_path / "few.jsonl"], tokenizer, tmp_path / "few", val_fraction=0.2)
+    write_lines(tmp_path / "few.jsonl", [{"text": f"word {number}"} for number in range(20)])
+    prepare([tmp_path / "few.jsonl"], tokenizer, tmp_path / "few", val_fraction=0.1)
     (tmp_path / "none.txt").write_text("")
     (tmp_path / "short.txt").write_text("a few words that are kept\n")
     with pytest.raises(error, match=message) as raised:

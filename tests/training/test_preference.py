@@ -417,6 +417,14 @@ def test_preference_run_starts_at_log_2_and_learns(
         evaluate(folder_of(pairs))
 
 
+def test_preference_run_ends_by_patience(pairs: dict[str, Any], base: Path) -> None:
+    """The rate leaves every weight as it is, so the loss over pairs never falls below log 2."""
+    pairs["optimizer"]["learning_rate"] = 1e-30
+    pairs["evaluation"] |= {"every_steps": 2, "patience": 3}
+    result = train(pairs, init_from=base)
+    assert (result.step, result.stopped_by) == (8, None)
+
+
 def test_preference_run_measures_kept_text(
     pairs: dict[str, Any], base: Path, tmp_path: Path
 ) -> None:
@@ -431,6 +439,7 @@ def test_preference_run_measures_kept_text(
     sums = {one["step"]: one["val/loss"] + one["kept/bits_per_byte"] for one in found[1:]}
     result = kept_result(folder_of(pairs))
     assert result is not None
+    assert result.new is not None
     assert result.step == min(sums, key=sums.__getitem__)
     # The log-probabilities of the chosen answers are those of both models.
     state = load_trainer_state(saved_checkpoints(folder_of(pairs))[-1].folder)

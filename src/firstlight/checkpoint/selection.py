@@ -30,18 +30,11 @@ from firstlight.console import say
 from firstlight.errors import (
     CheckpointError,
     ConfigError,
-    ModelError,
     nearest,
 )
-from firstlight.files.atomic import read_json_object
-from firstlight.lora.files import adapter_chain, config_folder, is_adapter
+from firstlight.lora.files import adapter_chain, is_adapter
 from firstlight.weights.hub import find_model_folder, is_gguf
-from firstlight.weights.huggingface import (
-    CONFIG_NAME,
-    TOKENS_KEY,
-    has_tokenizer,
-    require_not_trainer,
-)
+from firstlight.weights.huggingface import CONFIG_NAME, has_tokenizer, require_not_trainer
 
 T = TypeVar("T")
 
@@ -230,26 +223,6 @@ def trained_on(folder: Path) -> dict[str, Any]:
         return {}
     data = load_trainer_state(folder).get("data")
     return data if isinstance(data, dict) else {}
-
-
-def tokens_read(folder: Path) -> int | None:
-    """Return the number of tokens that the model in a folder has read in all of its training, or
-    None if it is unknown. The tokens of an adapter's base count.
-
-    Raises:
-        CheckpointError, ModelError: a file is damaged or missing.
-    """
-    if (folder / STATE_NAME).is_file():
-        state = load_trainer_state(folder)
-        # Older versions did not record what the initial model had read.
-        before = state.get("initial_tokens", None if state.get("init_from") else 0)
-        own = state.get("tokens_seen")
-        return before + own if type(before) is type(own) is int else None
-    described_by = config_folder(folder)
-    if described_by != folder:
-        return tokens_read(described_by)
-    count = read_json_object(folder / CONFIG_NAME, ModelError).get(TOKENS_KEY)
-    return count if type(count) is int and count >= 0 else None
 
 
 def checkpoint_before(

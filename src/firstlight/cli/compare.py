@@ -104,7 +104,7 @@ def _show(found: ModelComparison) -> None:
             (name, text.strip().replace("\n", "\n" + 8 * " ")) for name, text in texts.items()
         )
     if found.texts:
-        show(f"\nwith {found.after}: {found.in_words}")
+        show(f"\nwith {found.after}: {'; '.join(one.in_words for one in found.texts)}")
 
 
 def _show_passage(title: str, passage: Passage) -> None:

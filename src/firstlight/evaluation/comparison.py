@@ -186,7 +186,6 @@ class ModelComparison:
             from the first to the second model.
         tasks: scores of both models on each task.
         answers: responses of both models to each prompt.
-        in_words: the changes on all texts in words; "" without texts.
     """
 
     before: str
@@ -197,10 +196,6 @@ class ModelComparison:
     better: list[Passage]
     tasks: list[ComparedValue]
     answers: list[ComparedAnswer]
-
-    @property
-    def in_words(self) -> str:
-        return "; ".join(one.in_words for one in self.texts)
 
 
 @dataclass(frozen=True)
@@ -399,11 +394,9 @@ def _texts_of_run(loaded: LoadedModel) -> Iterator[tuple[str, str]]:
     for place in (trained.get("dir"), *(trained.get("corpora") or {}).values()):
         if place is not None:
             yield place, place
-    kept, own = trained.get("keep"), loaded.folder.parent.parent / "kept"
     # The run may have been moved. Older checkpoints do not name the kept text.
-    is_known = kept is not None and (is_url(kept) or Path(kept).is_dir())
-    if trained and not is_known and (own / MANIFEST_NAME).is_file():
-        kept = str(own)
+    own = loaded.folder.parent.parent / "kept"
+    kept = str(own) if trained and (own / MANIFEST_NAME).is_file() else trained.get("keep")
     if kept is not None:
         yield f"kept text in {kept}", kept
 
@@ -424,9 +417,8 @@ def documents_of(name: str) -> list[str]:
                 found.append(record.value)
             elif record.error.reason == "conversation":
                 raise InputError(
-                    f"{record.place}: conversations, not text: name a text with --text, or ask "
-                    "both models questions with --prompts FILE (firstlight eval measures prepared "
-                    "conversations)"
+                    f"{record.place}: conversations, not text: ask both models questions with "
+                    "--prompts FILE, or name a text"
                 )
             elif record.error.reason != "empty":
                 raise InputError(f"{record.place}: {record.error}")

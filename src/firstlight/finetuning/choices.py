@@ -146,7 +146,7 @@ def starting_model(folder: Path, config: ModelConfig) -> StartingModel:
     Raises:
         CheckpointError, ModelError: a file is damaged.
     """
-    from firstlight.checkpoint.selection import tokens_read
+    from firstlight.checkpoint.checkpoint import tokens_read
     from firstlight.models.accounting import count_parameters, meta_model
 
     return StartingModel(
@@ -364,10 +364,7 @@ def _optimizer_choices(facts: TuningFacts, fixed: Mapping[str, Any]) -> Iterator
     if model.is_young:
         reason = f"for {trained} of a model that was trained on only {model.tokens:,} tokens"
     elif model.tokens is None:
-        reason += (
-            "; the number of tokens that the model has read is unknown: rate of models that read "
-            "much"
-        )
+        reason += "; how many tokens the model has read is unknown: rate of models that read much"
     if facts.data.kind == "preference" and "learning_rate" not in own:
         rate = float(f"{defaults.PAIR_MULTIPLE * rate:.2g}")
     yield Choice("optimizer.name", "adamw", "the usual optimizer for fine-tuning")

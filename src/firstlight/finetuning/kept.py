@@ -12,9 +12,9 @@ import hashlib
 import importlib
 import json
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from firstlight.console import counted, human_bytes
 from firstlight.data.corpus import TokenDataset
@@ -27,7 +27,7 @@ from firstlight.data.sources import (
     find_sources,
     limited_sources,
 )
-from firstlight.errors import ConfigError, DataError, InputError, TokenizerError
+from firstlight.errors import ConfigError, InputError, TokenizerError
 from firstlight.files.atomic import MAX_JSON_BYTES, make_folder, read_file, sha256_of, write_file
 from firstlight.from_texts.run_folder import CONTROL_NAME, DATA_FOLDER, KEPT_FOLDER, RECIPE_NAME
 from firstlight.planner.advise import defaults
@@ -44,6 +44,8 @@ _PYTHON_BYTES, _DOCUMENT_BYTES = 240_000, 40_000
 _OWN_TEXTS, _OWN_TOKENS = 32, 128
 #: One in this number of Python's documents is held out, and one in two of the model's own texts.
 _HELD_OUT = 8
+#: Message for kept text that is the new text.
+SAME_TEXT = "--keep {} is the new text: keep text that the model already knows, or omit --keep"
 #: Number of held-out tokens below which the kept text is refused, and below which the user is
 #: warned.
 _LEAST_TOKENS, _FEW_TOKENS = 50, 1000
@@ -60,7 +62,7 @@ class KeptText:
 
     Raises:
         InputError: a file can't be found, or a prepared corpus holds out too little text.
-        DataError: a prepared corpus is not text, or has no validation split.
+        DataError: a prepared corpus is not text, or has no training split.
         ConfigError: the files are those of the new text, or a prepared corpus was prepared with a
             different tokenizer, or is one of several inputs.
     """
@@ -84,12 +86,9 @@ class KeptText:
                     f"--keep {self._prepared} was prepared with a different tokenizer than the "
                     "model's: name the text files instead"
                 )
-            try:
-                for split in ("train", "val"):  # Raises an error if it is not such a split of text.
-                    held = TokenDataset(self._prepared, split, verify=False).num_tokens
-            except DataError as error:
-                raise DataError(f"--keep {self._prepared}: {error}") from error
-            _require_tokens(held)
+            _require_tokens(manifest)
+            for split in ("train", "val"):  # Raises an error if it is not such a split of text.
+                TokenDataset(self._prepared, split, verify=False)
             self._key = json.dumps(manifest, sort_keys=True)
         elif keep:
             try:
@@ -97,7 +96,7 @@ class KeptText:
             except InputError as error:
                 raise InputError(f"--keep {shlex.join(keep)}: {error}") from error
             if _same_content(self._sources, request):
-                raise same_text(keep)
+                raise ConfigError(SAME_TEXT.format(shlex.join(keep)))
             paths = [one.path for one in self._sources if one.path is not None]
             stats = [(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in paths]
             self._key = json.dumps([list(keep), stats])
@@ -135,10 +134,10 @@ class KeptText:
             self._prepare_control_set(folder, call)
         manifest = read_manifest(folder)
         size = sum(split["text_bytes"] for split in manifest["splits"].values())
-        held = manifest["splits"].get("val", {"tokens": 0})["tokens"]
+        held = _held_out_tokens(manifest)
         call.tell(f"kept text: {human_bytes(size)}, {counted(held, 'token')} held out")
         if self._sources:
-            _require_tokens(held)
+            _require_tokens(manifest)
         if held < _FEW_TOKENS:
             call.tell("the kept text is short, so its bits per byte are not exact: keep more text")
         call.remember(kept_key=key)
@@ -179,20 +178,16 @@ class KeptText:
         return True
 
 
-def _require_tokens(held: int) -> None:
-    if held < _LEAST_TOKENS:
+def _held_out_tokens(manifest: Mapping[str, Any]) -> int:
+    return int(manifest["splits"].get("val", {"tokens": 0})["tokens"])
+
+
+def _require_tokens(manifest: Mapping[str, Any]) -> None:
+    if (held := _held_out_tokens(manifest)) < _LEAST_TOKENS:
         raise InputError(
             f"only {counted(held, 'token')} of the kept text can be held out, too few to measure "
             "what is lost: add text to --keep"
         )
-
-
-def same_text(keep: Sequence[str]) -> ConfigError:
-    """Return the error for kept text that is the new text."""
-    return ConfigError(
-        f"--keep {shlex.join(keep)} is the new text: keep text that the model already knows, or "
-        "omit --keep"
-    )
 
 
 def _same_content(sources: Sequence[DataSource], request: Request) -> bool:
@@ -201,16 +196,15 @@ def _same_content(sources: Sequence[DataSource], request: Request) -> bool:
         new = find_sources(request.inputs, as_is=request.as_is)
     except InputError:  # Conversations can be in files that are not text files.
         return False
-    if [one.name for one in sources] == [one.name for one in new]:
-        return True
-    kept_paths, new_paths = (
-        [one.path for one in several if one.path is not None] for several in (sources, new)
-    )
-    sizes = [sorted(path.stat().st_size for path in paths) for paths in (kept_paths, new_paths)]
-    if not sizes[0] or sizes[0] != sizes[1]:
-        return False  # Most files need not be read.
-    kept_digests, new_digests = (sorted(map(sha256_of, p)) for p in (kept_paths, new_paths))
-    return kept_digests == new_digests
+    # Few files have the same sizes and must be read.
+    for read in (lambda path: str(path.stat().st_size), sha256_of):
+        kept_facts, new_facts = (
+            sorted(one.name if one.path is None else read(one.path) for one in several)
+            for several in (sources, new)
+        )
+        if kept_facts != new_facts:
+            return False
+    return True
 
 
 def _prepared_folder(name: str) -> Path | None:

@@ -34,7 +34,7 @@ from firstlight.data.records import (
     kind_of_records,
     read_records,
 )
-from firstlight.data.shards import REJECTED_NAME
+from firstlight.data.shards import REJECTED_NAME, read_manifest
 from firstlight.data.sources import DataSource, note_on_inputs
 from firstlight.errors import ConfigError, FirstlightError, InputError
 from firstlight.files.atomic import write_file
@@ -47,7 +47,7 @@ from firstlight.finetuning.choices import (
     row_of,
     starting_model,
 )
-from firstlight.finetuning.kept import KeptText, same_text
+from firstlight.finetuning.kept import SAME_TEXT, KeptText
 from firstlight.from_texts.plan import Choice, Row, RunPlan, given_batch, given_unit
 from firstlight.from_texts.preparation import Preparation, fitting_prompts, prepared_texts
 from firstlight.from_texts.request import AS_CHAT, Request
@@ -371,7 +371,6 @@ class FineTuning:
         """Prepare the text and train the model. Before training, the settings are chosen again from
         the actual number of tokens and the remaining time.
         """
-        from firstlight.data.shards import read_manifest
         from firstlight.from_texts.machine import train_plan
 
         assert isinstance(plan, TuningPlan)
@@ -383,7 +382,7 @@ class FineTuning:
             places |= {"dir": str(call.folder / DATA_FOLDER)}
             kept_data, new_data = (read_manifest(Path(one)) for one in places.values())
             if kept_data == new_data:
-                raise same_text(request.keep)
+                raise ConfigError(SAME_TEXT.format(shlex.join(request.keep)))
         else:
             assert self._chats is not None
             call.remember(data=str(self._chats.train.folder), kind="chat")
@@ -403,8 +402,6 @@ class FineTuning:
         """Prepare the text documents. Return a copy of the plan that contains the actual numbers
         of tokens.
         """
-        from firstlight.data.shards import read_manifest
-
         text = self._estimated(scan)
         needed = plan.choices.tokens * text.bytes_per_token
         key = self._tokenizer.fingerprint[:16]

@@ -183,10 +183,9 @@ def train_texts(
         work = work_of(request, tell, progress=progress)
         content_key = work.content_key
     except (CheckpointError, ModelError):
-        key = key_without_model(request, run_dir) if resume else None
-        if key is None:
+        content_key = key_without_model(request, run_dir) if resume else ""
+        if not content_key:
             raise
-        content_key = key
         tell(f"{request.init_from} can't be read: the run continues from its own checkpoint")
     # These modules are imported after the first message, because they import torch, which takes
     # several seconds.
@@ -231,11 +230,7 @@ def _with_length(
 
 
 def _result(
-    work: Work | None,
-    plan: RunPlan | None,
-    request: Request,
-    call: RunCall,
-    notes: Sequence[str],
+    work: Work | None, plan: RunPlan | None, request: Request, call: RunCall, notes: Sequence[str]
 ) -> TrainResult | None:
     """Start or resume the run. Return None if it is already complete.
 

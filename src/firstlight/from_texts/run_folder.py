@@ -377,19 +377,17 @@ def earlier_initial_model(request: Request, run_dir: str | Path | None) -> str |
     return model
 
 
-def key_without_model(request: Request, run_dir: str | Path | None) -> str | None:
+def key_without_model(request: Request, run_dir: str | Path | None) -> str:
     """Return the content key of the newest run on the same inputs and initial model, if it can be
     resumed without this model: it has a checkpoint, and its inputs have not changed. Otherwise,
-    return None.
+    return "".
     """
     from firstlight.checkpoint.selection import list_checkpoints
 
     folder, state = _newest_run(request, run_dir)
     is_same = state.get("request", {}).get("init_from") == request.init_from
-    if not (is_same and list_checkpoints(folder) and state["files"] == facts_of_files(request)):
-        return None
-    key: str = state["content_key"]
-    return key
+    is_same = is_same and state.get("files") == facts_of_files(request)
+    return str(state["content_key"]) if is_same and list_checkpoints(folder) else ""
 
 
 def _newest_run(request: Request, run_dir: str | Path | None) -> tuple[Path, dict[str, Any]]:

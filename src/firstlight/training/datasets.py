@@ -80,7 +80,7 @@ def open_splits(
     ]
     # Show a message rather than raise an error, because a corpus may contain only training data.
     if reports_missing:
-        _report_missing(train, held_out, tell, has_kept=data.keep is not None)
+        _report_missing(train, held_out, tell)
     if data.mix is None:
         return train[0], held_out[0]
     parts = whole_weights([entry.weight for entry in data.mix])
@@ -128,17 +128,13 @@ def _report_missing(
     train: Sequence[TokenDataset],
     held_out: Sequence[TokenDataset | None],
     tell: Callable[[str], None],
-    *,
-    has_kept: bool,
 ) -> None:
-    """Tell the user which corpora do not have a validation split, and what is measured instead."""
+    """Tell the user which corpora do not have a validation split."""
     without = [str(one.folder) for one, val in zip(train, held_out, strict=True) if val is None]
     if len(without) == len(train):
         have = "has" if len(without) == 1 else "have"
-        kept = ": only the kept text is measured, and no checkpoint is the best" if has_kept else ""
         tell(
-            f"{', '.join(without)} {have} no validation split, so the run does not report "
-            f"val/loss{kept}"
+            f"{', '.join(without)} {have} no validation split, so the run does not report val/loss"
         )
     elif without:
         tell(f"not included in val/loss, without a validation split: {', '.join(without)}")

@@ -194,6 +194,16 @@ def _assembled(
         tell=tell,
     )
     recipe = first.recipe(recipe)
+    if recipe.evaluation.patience and validation is None:
+        raise ConfigError(
+            "evaluation.patience compares validation losses, but the data has no validation "
+            "split: prepare it with one, or set patience to 0"
+        )
+    if first.carried is not None and recipe.checkpoint.sharded:
+        raise ConfigError(
+            f"checkpoint.sharded does not support models with {', '.join(first.carried.parts)}: "
+            "set it to false"
+        )
     _require_rows(recipe, first.config, splits, (lambda _: None) if is_announced else tell)
     _require_fitting_prompts(recipe, first.config, tokenizer, answered=dataset.has_examples)
 
@@ -250,6 +260,7 @@ def _assembled(
         budget=budget,
         generation=first.generation,
         state=TrainState(initial_tokens=first.tokens),
+        carried=first.carried,
     )
     if newest is not None:
         take_up(run, newest)
@@ -286,6 +297,8 @@ def _open_data(
         progress=tell is say,
     )
     dataset, kept = with_kept_text(data, dataset, progress=tell is say)
+    if kept is not None and validation is None:
+        tell("only the kept text is measured, so no checkpoint is the best: hold out new text")
     tokenizer = Tokenizer.from_pretrained(dataset.folder)
     # Shards contain token ids, which a different tokenizer would decode to different text.
     if (tokenizer.fingerprint, tokenizer.vocab_size) != (

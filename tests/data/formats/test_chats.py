@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -318,6 +319,26 @@ def test_read_chatgpt_reads_speech_and_keeps_numbers_in_brackets(tmp_path: Path)
     ]
 
 
+def test_read_chatgpt_export_needs_less_memory_than_the_file(tmp_path: Path) -> None:
+    chat = {"title": "Tea", "mapping": {"a": _node(None, "user", "☕ 😀" * 10_000)}}
+    (tmp_path / "a.json").write_text(json.dumps([chat] * 200, ensure_ascii=False), "utf-8")
+    tracemalloc.start()
+    found = [len(text) for _, text in read(tmp_path / "a.json")]
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert found == [len("user: ") + 30_000] * 200
+    assert (tmp_path / "a.json").stat().st_size > 16_000_000 > peak
+
+
+def test_read_truncated_chatgpt_export_yields_what_is_complete(tmp_path: Path) -> None:
+    content = json.dumps([_CHATGPT, _CHATGPT])[:-10]
+    found: list[tuple[str, str]] = []
+    (tmp_path / "a.json").write_text(content)
+    with pytest.raises(UnreadableDocument, match="the file is incomplete"):
+        found.extend(read(tmp_path / "a.json"))
+    assert [place for place, _ in found] == ["Tea, 2021-03-04"]
+
+
 def test_read_chatgpt_without_current_node_follows_the_newest_message(tmp_path: Path) -> None:
     older = {key: value for key, value in _CHATGPT.items() if key != "current_node"}
     assert _read(tmp_path / "conversations.json", [older]) == [
@@ -409,7 +430,7 @@ def test_conversations_end_with_an_answer_and_alternate() -> None:
     ("content", "message"),
     [
         ([{"a": 1}], "it is not a known export of chats: exclude it"),
-        ([{"mapping": 1}], "its chats have an unknown format"),
+        ([{"mapping": {"a": 1}}], "its chats have an unknown format"),
         ("[" * 100_000, "its chats have an unknown format"),
         ({"guild": {}, "messages": []}, r"its chats have an unknown format \(KeyError 'channel'\)"),
     ],

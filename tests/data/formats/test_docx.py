@@ -86,8 +86,9 @@ def test_read_numbers_of_lists_follow_their_definition(tmp_path: Path) -> None:
     )
     numbered = level.format(0, 1, "decimal", "%1.") + level.format(1, 1, "lowerLetter", "%1%2)")
     bullets = level.format(0, 1, "bullet", "&#xF0B7;")
+    none = level.format(0, 1, "none", "%1")
     later = level.format(0, 3, "upperRoman", "Part %1:")
-    lists = enumerate((numbered, bullets, later), start=1)
+    lists = enumerate((numbered, bullets, later, none), start=1)
     numbering = "".join(
         f"<w:abstractNum w:abstractNumId='{n}'>{levels}</w:abstractNum>"
         f"<w:num w:numId='{n}'><w:abstractNumId w:val='{n}'/></w:num>"
@@ -101,9 +102,19 @@ def test_read_numbers_of_lists_follow_their_definition(tmp_path: Path) -> None:
         "<w:style w:styleId='P'><w:name w:val='Part'/><w:pPr><w:numPr><w:numId w:val='3'/>"
         "</w:numPr></w:pPr></w:style>"
     )
-    items = [("a", "0 1"), ("b", "1 1"), ("c", "1 1"), ("d", "0 1"), ("e", "1 1"), ("f", "0 2")]
+    items = [
+        ("a", "0 1"),
+        ("b", "1 1"),
+        ("c", "1 1"),
+        ("d", "0 1"),
+        ("e", "1 1"),
+        ("f", "0 2"),
+        ("g", "0 4"),
+    ]
     body = "".join(_paragraph(text, item=item) for text, item in items)
-    body += _paragraph("Text", item="0 0") + _paragraph("g", "P") + _paragraph("h", "P")
-    body += _paragraph("i", item="0 9") + _paragraph("j", "P", item="0 0")
-    expected = "1. a\n1a) b\n1b) c\n2. d\n2a) e\n- f\n\nText\n\nPart III: g\nPart IV: h\n1. i\n\nj"
+    body += _paragraph("Text", item="0 0") + _paragraph("h", "P") + _paragraph("i", "P")
+    body += _paragraph("j", item="0 9") + _paragraph("k", "P", item="0 0")
+    expected = (
+        "1. a\n1a) b\n1b) c\n2. d\n2a) e\n- f\n\ng\n\nText\n\nPart III: h\nPart IV: i\n1. j\n\nk"
+    )
     assert _read(tmp_path, body, styles=styles, numbering=numbering) == expected

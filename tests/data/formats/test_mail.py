@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from firstlight.data.formats import UnreadableDocument
+from firstlight.data.formats import UnreadableDocument, mail
 from firstlight.data.formats.mail import is_mail, read
 from firstlight.data.formats.registry import format_of
 from firstlight.errors import MissingDependencyError
@@ -206,6 +206,7 @@ _PICTURE = "Content-Type: image/png; name=a.png\nContent-Disposition: inline\n\n
             "Before.\n\nAfter.\n\n[attachment: a.png]",
         ),
         (_parts("mixed", f"{_HTML}<p>Body.", f"{_PLAIN}A footer."), "Body.\n\nA footer."),
+        ("From: a@b.org\nContent-Type: multipart/mixed; boundary=x\n\nNo parts.", "No parts."),
         (
             _parts(
                 "mixed",
@@ -225,6 +226,7 @@ _PICTURE = "Content-Type: image/png; name=a.png\nContent-Disposition: inline\n\n
             "A letter.",
         ),
         (_parts("alternative", f"{_PLAIN}A letter.", f"{_HTML}<b>A letter.</b>"), "A letter."),
+        (_parts("mixed", f"{_PLAIN}A letter.", f"{_HTML} "), "A letter."),
     ],
 )
 def test_read_mail_reads_every_part_that_a_person_sees(
@@ -270,6 +272,11 @@ def test_read_mail_in_an_unknown_encoding_is_rejected(tmp_path: Path) -> None:
     content = b"From: a@b.org\nContent-Type: text/plain; charset=x-mine\n\n"
     with pytest.raises(UnreadableDocument, match="the encoding of the mail is unknown"):
         _read(tmp_path / "a.eml", content + "Это".encode("cp1251"))
+    with pytest.raises(UnreadableDocument, match="encoding is unknown"):
+        _read(tmp_path / "b.eml", f"From: a@b.org\n{_HTML}<p>".encode() + "Это".encode("cp1251"))
+    parts = _parts("alternative", f"{_PLAIN}A letter.", f"{_HTML}<p>XXX").encode()
+    ((_, text),) = _read(tmp_path / "c.eml", parts.replace(b"XXX", "Это".encode("cp1251")))
+    assert text == "From: a@b.org\n\nA letter."
 
 
 def _mbox(*bodies: str) -> str:
@@ -305,6 +312,14 @@ def test_read_html_mail_marks_quotations_and_leaves_out_known_ones(tmp_path: Pat
 def test_read_hidden_part_of_html_mail_is_left_out(tmp_path: Path) -> None:
     page = '<div style="Display: none">Preview</div><p>A letter.'
     assert _texts(tmp_path / "a.mbox", f"{_HTML}{page}") == ["A letter."]
+
+
+def test_read_mbox_forgets_earlier_mails_before_the_memory_is_full(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mail, "_MOST_SEEN", 3)
+    bodies = ["\nOne. Two. Three.", "\nFour.\n\n> One.", "\nFive.\n\n> One."]
+    assert _texts(tmp_path / "a.mbox", *bodies) == ["One. Two. Three.", "Four.", "Five.\n\n> One."]
 
 
 def test_read_comments_inside_a_quotation_are_kept(tmp_path: Path) -> None:

@@ -60,10 +60,11 @@ def test_read_code_keeps_its_indentation(tmp_path: Path) -> None:
         _paragraph("Code:")
         + _paragraph("if x:", "P4")
         + _paragraph("<text:s text:c='4'/>y  =<text:s/><text:s/>1", "P4")
-        + _paragraph("z", "P4")
+        + _paragraph("", "P4")
+        + _paragraph("<text:s text:c='2'/>z", "P4")
         + _paragraph("End")
     )
-    assert _read(tmp_path, body, styles) == "Code:\n\nif x:\n    y =  1\nz\n\nEnd"
+    assert _read(tmp_path, body, styles) == "Code:\n\nif x:\n    y =  1\n\n  z\n\nEnd"
 
 
 def test_read_numbers_of_lists_follow_their_definition(tmp_path: Path) -> None:
@@ -81,10 +82,11 @@ def test_read_numbers_of_lists_follow_their_definition(tmp_path: Path) -> None:
         return f"<text:list {more}>{inner}</text:list>"
 
     a, b, c, d = (_paragraph(letter) for letter in "abcd")
-    body = items(a, b + items(c, d, more="")) + _paragraph("Text")
+    body = items(a, b + items(c, d, more=""), d) + _paragraph("Text")
     body += items(a, more="text:style-name='L1' text:continue-numbering='true'")
+    body += items(a, more="text:style-name='L1' text:continue-list='x'")
     body += items(a) + items(a, more="text:style-name='L2'")
-    expected = "1. a\n2. b\nb) c\nc) d\n\nText\n\n3. a\n\n1. a\n\n- a"
+    expected = "1. a\n2. b\nb) c\nc) d\n3. d\n\nText\n\n4. a\n\n5. a\n\n1. a\n\n- a"
     assert _read(tmp_path, body, styles) == expected
 
 

@@ -91,6 +91,15 @@ def test_web_page_has_text_without_menus_scripts_and_notices(tmp_path: Path) -> 
     assert list(html.read(page(tmp_path / "a.html", content))) == [("", expected)]
 
 
+def test_web_page_footnotes_have_numbers_in_brackets(tmp_path: Path) -> None:
+    content = (
+        '<p>Text.<a href="#f"><sup>1</sup></a> A <a href="#b">link</a>, <a href="/b">2</a></p>'
+        '<p>1. A note. <a href="#t">↩︎</a></p>'
+    )
+    [(_, text)] = html.read(page(tmp_path / "a.html", content))
+    assert text == "Text.[1] A link, 2\n\n1. A note."
+
+
 def test_web_page_main_element_is_read_alone(tmp_path: Path) -> None:
     content = "<body><div>Around</div><main><header>Title</header><p>Inside it.</p></main></body>"
     assert list(html.read(page(tmp_path / "a.html", content))) == [("", "Title\n\nInside it.")]
@@ -210,6 +219,15 @@ def test_rich_text_is_decoded(tmp_path: Path) -> None:
     assert list(rtf.read(text)) == [("", "Bold text Пр.\n\nSecond")]
     with pytest.raises(UnreadableDocument, match="not in rich text format"):
         list(rtf.read(page(tmp_path / "b.rtf", "plain")))
+
+
+def test_rich_text_footnotes_are_at_the_end(tmp_path: Path) -> None:
+    first, second = r"{\*\footnote {\super\chftn} A \{ {\b note}.}", r"{\footnote\pard Two.}"
+    content = rf"{{\rtf1 One{first} two{second} three.\par }}"
+    [(_, text)] = rtf.read(page(tmp_path / "a.rtf", content))
+    assert [line for line in text.splitlines() if line] == [
+        "One[1] two[2] three.", "[1] A { note.", "[2] Two.",
+    ]  # fmt: skip
 
 
 def test_notebook_has_text_code_and_printed_results(tmp_path: Path) -> None:
@@ -362,7 +380,7 @@ def test_pdf_line_end_that_pdfium_misses_is_found(monkeypatch: pytest.MonkeyPatc
         return FS_RECTF(left + 5 * index, bottom + 10, left + 5 * index + 5, bottom)
 
     monkeypatch.setattr(pdf, "_box", box)
-    pieces = [piece[0] for piece in pdf._pieces(None, "in line Next 2nd\r\nx", rtl=False)]
+    pieces = [piece[0] for piece in pdf._pieces(None, "in line Next 2nd\r\nx")]
     assert pieces == ["in line", "Next 2nd", "x"]
 
 
@@ -447,3 +465,32 @@ def test_encrypted_pdf_is_unreadable(tmp_path: Path) -> None:
     document = write_pdf(tmp_path / "a.pdf", [[(50, 500, "text")]], encrypt=encrypt)
     with pytest.raises(UnreadableDocument, match=r"it is encrypted: .* qpdf --decrypt"):
         list(pdf.read(document))
+
+
+def test_pdf_text_from_right_to_left_is_read_by_position(tmp_path: Path) -> None:
+    # A to D are the letters of "سلام", E is a mark above a letter, F a question mark,
+    # G and H parentheses, which are stored as they are drawn.
+    names = "/uni0633 /uni0644 /uni0627 /uni0645 /afii57451 /afii57407 /parenleft /parenright"
+    font = (
+        "<</Type/Font/Subtype/TrueType/BaseFont/Helvetica/FirstChar 65/LastChar 72"
+        f"/Widths[500 500 500 500 0 500 500 500]/Encoding<</Differences[65 {names}]>>>>"
+    )
+    # The left half of the second line comes before the first line.
+    lines = [(140, 482, "FABED"), (200, 500, "DCBA"), (174, 482, "GDCBAH")]
+    [(_, text)] = pdf.read(write_pdf(tmp_path / "a.pdf", [lines], font))
+    assert text == "سلام (سلام) ملًس؟"
+
+
+def test_pdf_chinese_text_has_no_spaces_of_justified_lines_and_whole_words(tmp_path: Path) -> None:
+    font = (
+        "<</Type/Font/Subtype/Type0/BaseFont/STSong-Light/Encoding/UniGB-UCS2-H/DescendantFonts["
+        "<</Type/Font/Subtype/CIDFontType0/BaseFont/STSong-Light/DW 1000/W[1[500] 34[500 500]]"
+        "/CIDSystemInfo<</Registry(Adobe)/Ordering(GB1)/Supplement 2>>>>]>>"
+    )
+    lines = [
+        (50, 500, "中文"), (73, 500, "中文"), (105, 500, "中文"), (125, 500, "Debia"),
+        (50, 488, "n中文中文"), (50, 400, "Debian"),
+    ]  # fmt: skip
+    coded = [(x, y, text.encode("utf-16-be").decode("latin-1")) for x, y, text in lines]
+    [(_, text)] = pdf.read(write_pdf(tmp_path / "a.pdf", [coded], font))
+    assert text == "中文中文 中文Debian中文中文\n\nDebian"

@@ -40,6 +40,7 @@ _PDF = b"%PDF-1.4\n%\0\1"
         ("a.docx", _package("docProps/x", "word/document.xml"), "Word document"),
         ("a.docx", _package("docProps/x"), "Word document"),
         ("a.pdf", b"not a PDF", "PDF"),
+        ("archive", _package("x"), None),
         ("a.txt", b"Some text", None),
     ],
 )

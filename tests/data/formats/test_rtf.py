@@ -26,7 +26,7 @@ def _read(folder: Path, content: str) -> str:
             "café даü",
         ),
         (r"\ansicpg1251 \'cf\u1088?\u-10179?\u-8704?.", "Пр😀."),
-        (r"\ansicpg932 \'93\'fa\'96\'7b", "日本"),
+        (r"{\fonttbl{\f0\fcharset128 A;}}\'93\'fa\'96\'7b", "日本"),
         (r"\uc2\u8211\'96\'97 x{\uc0\u8212}y", "– x—y"),
         (r"\ansicpg99 \'e9", "é"),
         (r"\{a\}\\ b\~c\_d\-e \ldblquote f\rdblquote  x\tab y", "{a}\\ b c-de “f” x y"),

@@ -109,7 +109,7 @@ def test_read_truncated_dump_yields_its_articles_and_then_is_rejected(tmp_path: 
     ("markup", "expected"),
     [
         (
-            "It is {{convert|5|km|mi}} from {{lang|fr|la mer}}, {{nowrap|not far}}.",
+            "It is {{unknown|x}} {{convert|5|km|mi}} from {{lang|fr|la mer}}, {{nowrap|not far}}.",
             "It is 5 km from la mer, not far.",
         ),
         (
@@ -136,5 +136,5 @@ def test_read_truncated_dump_yields_its_articles_and_then_is_rejected(tmp_path: 
 def test_read_article_keeps_links_lists_headings_and_code(
     tmp_path: Path, markup: str, expected: str
 ) -> None:
-    [(_, text)] = _read(tmp_path / "a.xml", _page("T", markup))
+    (_, text), *_ = _read(tmp_path / "a.xml", _page("T", markup))
     assert text == f"T\n\n{expected}"

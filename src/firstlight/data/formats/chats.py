@@ -6,6 +6,7 @@ A conversation with ChatGPT or Claude is one document, or one record to train on
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import datetime
 import html
@@ -17,7 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from firstlight.data.formats import UnreadableDocument
-from firstlight.data.kinds import TELEGRAM_SIGN
+from firstlight.data.kinds import HEAD_BYTES, TELEGRAM_SIGN
 
 
 class Message(NamedTuple):
@@ -75,6 +76,8 @@ _SLACK_SUBTYPES = (None, "thread_broadcast", "file_share", "me_message", "bot_me
 _CITATION = re.compile("\ue200[^\ue201]*\ue201|【\\d+(?::\\d+)?†[^】]*】")
 #: What Claude's export contains in place of the blocks that are not text.
 _UNSUPPORTED = re.compile(r"```\nThis block is not supported on your current device yet\.\n```\s*")
+#: Characters of an export that are read at a time.
+_CHUNK_CHARACTERS = 1 << 18
 _ROLES = {"human": "user", "user": "user", "assistant": "assistant"}
 
 
@@ -150,11 +153,16 @@ def _days(place: str, messages: Iterable[Message]) -> Iterator[tuple[str, str]]:
 
 def _exported(path: Path) -> Iterator[tuple[str, Iterable[Message]]]:
     """Yield the name and the messages of each chat in a JSON file."""
+    with path.open("rb") as file:
+        is_assistant = is_with_assistant(file.read(HEAD_BYTES))
     try:
+        if is_assistant:
+            for conversation in _conversations_in(path):
+                if (find := _assistant_reader([conversation])) is not None:
+                    yield find(conversation)
+            return
         value = json.loads(path.read_bytes())
-        if (find := _assistant_reader(value)) is not None:
-            yield from map(find, value)
-        elif isinstance(value, dict) and "messages" in value and "guild" in value:
+        if isinstance(value, dict) and "messages" in value and "guild" in value:
             yield value["channel"]["name"], _discord(value["messages"])
         elif isinstance(value, dict) and ("messages" in value or "chats" in value):
             lists = [value.get(key, {}).get("list", []) for key in ("chats", "left_chats")]
@@ -171,6 +179,29 @@ def _exported(path: Path) -> Iterator[tuple[str, Iterable[Message]]]:
             raise
         detail = f"{type(error).__name__} {error}"
         raise UnreadableDocument(f"its chats have an unknown format ({detail})") from error
+
+
+def _conversations_in(path: Path) -> Iterator[Any]:
+    """Yield the values of a JSON list one after another, because a whole export of ChatGPT may need
+    more memory than a reader has."""
+    decoder = json.JSONDecoder()
+    between = re.compile(r"[\s,\[]*")
+    text = more = " "
+    position = 0
+    with path.open(encoding="utf-8-sig") as file:
+        while more:
+            text = text[position:]
+            # If a value is longer than the text, twice the text is tried.
+            more = file.read(max(_CHUNK_CHARACTERS, len(text)))
+            text += more
+            position = 0
+            with contextlib.suppress(ValueError):
+                while start := between.match(text, position):
+                    position = start.end()
+                    value, position = decoder.raw_decode(text, position)
+                    yield value
+    if text[position:].strip() not in ("", "]"):
+        raise ValueError("the file is incomplete")
 
 
 def _assistant_reader(values: Any) -> Callable[[Any], tuple[str, list[Message]]] | None:

@@ -7,7 +7,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from firstlight.data.formats import UnreadableDocument
 from firstlight.data.formats.paragraphs import (
@@ -58,13 +58,6 @@ def _related(content: Callable[[str], bytes | None], part: str) -> dict[str, str
     }
 
 
-class _Style(NamedTuple):
-    """The paragraph properties of a style, and True if the style is for code."""
-
-    properties: Any
-    is_code: bool
-
-
 class _Document:
     """A document that is being read.
 
@@ -79,11 +72,7 @@ class _Document:
         self._content = content
         self._used: list[tuple[str, str]] = []
         self._styles = {
-            attribute(one, "styleId"): _Style(
-                _child(one, "pPr"), bool(CODE_STYLE.search(_value(one, "name")))
-            )
-            for one in self._part("styles")
-            if tag_of(one) == "style"
+            attribute(one, "styleId"): one for one in self._part("styles") if tag_of(one) == "style"
         }
         self._lists = _Lists(self._part("numbering"))
 
@@ -133,15 +122,16 @@ class _Document:
 
     def _paragraph(self, node: Any) -> None:
         properties = _child(node, "pPr")
-        style = self._styles.get(_value(properties, "pStyle"), _Style((), False))
-        mark = self._lists.mark(_child(properties, "numPr"), _child(style.properties, "numPr"))
+        style = self._styles.get(_value(properties, "pStyle"), ())
+        numbered = [_child(one, "numPr") for one in (properties, _child(style, "pPr"))]
+        mark = self._lists.mark(*numbered)
         if mark:
             self.out.mark(mark)
         else:
             self.out.end_group()
         for child in node:
             self._walk(child)
-        self.out.end(is_code=style.is_code)
+        self.out.end(is_code=bool(CODE_STYLE.search(_value(style, "name"))))
 
     def _cell(self, cell: Any) -> Paragraphs:
         outer, self.out = self.out, Paragraphs(is_typed=True)
@@ -188,9 +178,10 @@ class _Lists:
             del self._counts[key]
         self._counts[name, depth] += 1
         level = self._levels.get((name, depth), ())
-        if _value(level, "numFmt") in ("", "bullet", "none"):
+        if _value(level, "numFmt") in ("", "bullet"):
             return "- "
-        return self._label(name, _value(level, "lvlText"))
+        label = self._label(name, _value(level, "lvlText"))
+        return f"{label} " if label else ""
 
     def _label(self, name: str, pattern: str) -> str:
         """Fill in the numbers of a label such as "%1.%2)"."""
@@ -198,10 +189,12 @@ class _Lists:
         def number(found: re.Match[str]) -> str:
             depth = str(int(found[1]) - 1)
             level = self._levels.get((name, depth), ())
+            if _value(level, "numFmt") == "none":
+                return ""
             count = int(_value(level, "start") or 1) + max(self._counts[name, depth], 1) - 1
             return numeral(count, _NUMERALS.get(_value(level, "numFmt"), "1"))
 
-        return re.sub(r"%([1-9])", number, pattern) + " "
+        return re.sub(r"%([1-9])", number, pattern).strip()
 
 
 def _is_hidden(run: Any) -> bool:

@@ -33,7 +33,8 @@ def read(path: Path) -> Iterator[tuple[str, str]]:
         if (opf := content(name)) is None:
             raise UnreadableDocument("its list of contents is missing: replace it")
         encrypted = content("META-INF/encryption.xml") or b""
-        number, short, is_empty = 0, "", True
+        number, short = 0, ""
+        is_empty = True
         for file in (posixpath.join(posixpath.dirname(name), one) for one in _files(opf)):
             if unquote(file).encode() in encrypted:
                 raise UnreadableDocument("it is encrypted (DRM): use a copy without it")

@@ -47,6 +47,8 @@ _DECLARED = re.compile(
     rb"""(?i)<(?:meta[^>]{0,200}?charset|\?xml[^>]{0,80}?encoding)\s*=\s*["']?([-\w]+)"""
 )
 _ENTITY = re.compile(r"&(?!(?:lt|gt|amp|quot|apos);)([A-Za-z]\w{1,31});")
+#: The text of links to footnotes and back. Without brackets, a number would belong to a word.
+_NOTE = re.compile(r"\d{1,4}|[↩↑^]\ufe0e?")
 #: A block is a menu if it has at least this number of links with at least this share of its text.
 _MENU_LINKS, _MENU_SHARE = 4, 0.75
 #: An element with more than this share of a page's text is part of the text, whatever its class is.
@@ -182,6 +184,8 @@ def _walk(node: Any, out: Paragraphs, page: int = 0, mark: str = "- ") -> None:
         return
     if tag in ("br", "hr"):
         out.add_break()
+    elif tag == "a" and (note := _note_mark(node)) is not None:
+        out.add(note)
     elif tag == "pre":
         out.add_verbatim("".join(_verbatim(node)))
     elif tag != "table" or not _add_table(node, out, page):
@@ -201,6 +205,15 @@ def _walk(node: Any, out: Paragraphs, page: int = 0, mark: str = "- ") -> None:
             out.end_group()
         elif is_block:
             out.end()
+
+
+def _note_mark(link: Any) -> str | None:
+    """Return the mark of a footnote in brackets, "" for a link from a footnote back to the text, or
+    None for any other link."""
+    text = "".join(link.itertext()).strip()
+    if "#" not in attribute(link, "href") or not _NOTE.fullmatch(text):
+        return None
+    return f"[{text}]" if text.isdigit() else ""
 
 
 def _verbatim(node: Any) -> Iterator[str]:

@@ -20,10 +20,13 @@ from typing import IO, Any
 
 from firstlight.data.formats import UnreadableDocument
 from firstlight.data.opening import decoded, optional
-from firstlight.errors import FirstlightError, MissingDependencyError
+from firstlight.errors import FirstlightError
 
 #: A mail with more parts than this is left out, because no mail program writes it.
 _MOST_PARTS = 1000
+#: Number of sentences, of about 80 bytes of memory each, after which those of the earlier mails are
+#: forgotten. Most quotations repeat a recent mail.
+_MOST_SEEN = 1_000_000
 #: Number of bytes at the beginning of a mail in which its date is searched.
 _HEAD_BYTES = 1 << 14
 #: The line between two mails in an mbox file, the line after it, and a line of a mail's header.
@@ -191,7 +194,9 @@ def _body(part: Any) -> tuple[str, list[str]]:
             head = _head(part.get_payload(0))
             text = "\n\n".join(["-------- Forwarded message --------\n" + head, text]).rstrip()
         return text, [name for _, names in bodies for name in names]
-    if kind not in ("text/plain", "text/html") or part.is_attachment():
+    # The text of a part without the boundary that it declares is read as it is.
+    is_text = kind in ("text/plain", "text/html") or part.get_content_maintype() == "multipart"
+    if not is_text or part.is_attachment():
         return "", [name] if (name := part.get_filename()) else []
     content = part.get_payload(decode=True)
     assert isinstance(content, bytes)
@@ -209,14 +214,14 @@ def _bodies(parts: Iterable[Any], *, has_choice: bool) -> list[tuple[str, list[s
     """Return the text and the files of several parts. If they are alternatives, return the first of
     those that have at least half of the longest text, because the first may be only a notice."""
     bodies = []
-    missing = None
+    problem = None
     for part in parts:
         try:
             bodies.append(_body(part))
-        except MissingDependencyError as error:
-            missing = error
-    if missing and not (has_choice and any(text for text, _ in bodies)):
-        raise missing
+        except FirstlightError as error:
+            problem = error
+    if problem and not (has_choice and any(text for text, _ in bodies)):
+        raise problem
     if not has_choice or not bodies:
         return bodies
     sizes = [len(text) / (_NOTICE_WEIGHT if _NOTICE.fullmatch(text) else 1) for text, _ in bodies]
@@ -233,13 +238,11 @@ def _text_of_html(content: bytes, charset: str | None) -> str:
     """Return the text of an HTML mail, in which quotations are marked as in plain text."""
     optional("lxml", "reading HTML mails", "documents")
     html = importlib.import_module("firstlight.data.formats.html")
+    mark = b"<meta>"  # A page without any element can't be parsed.
     if charset is not None:  # It takes precedence over the charset that the page declares.
-        page = _decoded(content, charset)
-        content = b'<meta charset="utf-8">' + page.encode("utf-8", "replace")
-    try:
-        tree = html.parsed(content)
-    except UnreadableDocument:
-        return ""
+        mark = b'<meta charset="utf-8">'
+        content = _decoded(content, charset).encode("utf-8", "replace")
+    tree = html.parsed(mark + content)
     for node in reversed(list(tree.iter("*"))):
         if "display:none" in node.get("style", "").replace(" ", "").lower():
             node.clear(keep_tail=True)
@@ -254,6 +257,8 @@ def _text_of_html(content: bytes, charset: str | None) -> str:
 def _without_repeats(body: str, seen: set[int]) -> str:
     """Remove what `seen` contains from the quotations and signatures, and add all other sentences
     of the mail to `seen`."""
+    if len(seen) > _MOST_SEEN:
+        seen.clear()
     kept = []
     ends = [(match.start(), match.end()) for match in _REPEATED.finditer(body)]
     before = 0

@@ -107,18 +107,23 @@ class _Document:
                 out.add_cells([self._cell(cell) for cell in outermost(row, "table-cell")])
             out.end_group()
         elif tag == "list":
-            # A list in a list has the style of the list around it.
-            name = attribute(node, "style-name") or (lists[-1] if lists else "")
-            if attribute(node, "continue-numbering") != "true":
-                self._counts[name, str(len(lists) + 1)] = 0
-            for item in node:
-                if tag_of(item) == "list-item":
-                    out.mark(self._mark(item, (*lists, name)))
-                self._walk(item, (*lists, name))
-            out.end_group()
+            self._list(node, lists)
         else:
             is_inside = tag in _PARAGRAPHS or (is_inside and tag not in _FRAMES)
             self._inside(node, lists, is_inside=is_inside)
+
+    def _list(self, node: Any, lists: tuple[str, ...]) -> None:
+        # A list in a list has the style of the list around it.
+        name = attribute(node, "style-name") or (lists[-1] if lists else "")
+        is_continued = attribute(node, "continue-numbering") == "true"
+        if not is_continued and not attribute(node, "continue-list"):
+            self._counts[name, str(len(lists) + 1)] = 0
+        for item in node:
+            if tag_of(item) == "list-item":
+                self.out.mark(self._mark(item, (*lists, name)))
+            self._walk(item, (*lists, name))
+        if not lists:
+            self.out.end_group()
 
     def _inside(self, node: Any, lists: tuple[str, ...], *, is_inside: bool) -> None:
         is_paragraph = tag_of(node) in _PARAGRAPHS

@@ -77,7 +77,7 @@ class Paragraphs:
         self._mark = ""
 
     def _append(self, text: str, *, is_line: bool = False, is_code: bool = False) -> None:
-        if self._blocks and (text[0].isspace() or (is_code and self._is_after_code)):
+        if self._blocks and (self._is_after_code if is_code else text[0].isspace()):
             self._blocks[-1] = (self._blocks[-1][0], True)
         self._blocks.append((text, is_line))
         self._is_after_code = is_code

@@ -44,9 +44,11 @@ _RECOGNISE = "recognise them with ocrmypdf --skip-text IN OUT"
 _MARGIN_LINES = 2
 #: Minimum gap between two columns of a table, as a multiple of the size of the font.
 _COLUMN_GAP = 1.5
-#: Minimum gap between two words that are drawn apart, as a multiple of the size of the font, and
-#: between two Chinese characters, which justification moves apart.
-_WORD_GAP, _WIDE_SPACE = 0.12, 0.6
+#: Minimum gap between two Chinese or Japanese words, as a multiple of the size of the font. Smaller
+#: ones justify a line.
+_WIDE_SPACE = 0.6
+#: Minimum gap between two words that are drawn apart, as a multiple of the size of the font.
+_WORD_GAP = 0.12
 #: The mark of a list item.
 _MARK = re.compile(r"\W+\Z|\W?\w{1,3}[.):]?\Z")
 #: Where headers and footers are: maximum distance from the edge of the page, as a share of its
@@ -56,6 +58,12 @@ _EDGE, _WIDE_GAP = 0.06, 1.3
 _NUMBERS = re.compile(r"(\W*#){3}[\W#]*\Z")
 #: Maximum share of lines that begin with a small letter in poems, forms and tables.
 _LOWER = 0.15
+#: For text from right to left, as fractions of the font's size: minimum width of a space between
+#: words, of a space that PDFium found, too, and the shift of a mark. Numbers and Latin words in it
+#: run from left to right.
+_RTL_SPACE, _RTL_GAP, _MARK_SHIFT = 0.3, 0.05, 0.08
+_SWAPPED = str.maketrans("()[]", ")(][")
+_LTR = re.compile(r"[0-9A-Za-z\u00c0-\u024f](?:[^\u0590-\u08ff]*[0-9A-Za-z\u00c0-\u024f])?")
 _SENTENCE_ENDS = (".", "!", "?", ":", "。", "！", "？", "؟", "”", '"')
 
 
@@ -159,43 +167,44 @@ def _lines(page: Any) -> list[_Line]:
         # Characters outside of the basic plane take two units, so positions would be shifted.
         codes = (pdfium.FPDFText_GetUnicode(page, index) for index in range(count))
         text = "".join(chr(code) if code and not 0xD800 <= code < 0xE000 else " " for code in codes)
-    rtl = sum(unicodedata.bidirectional(c) in ("R", "AL") for c in text) > len(text) / 4
+    is_rtl = sum(unicodedata.bidirectional(c) in ("R", "AL") for c in text) > len(text) / 4
     found: list[_Line] = []
-    for match in _pieces(page, text, rtl):
+    pieces = _mirrored(list(_rtl_pieces(page, text))) if is_rtl else _ltr_pieces(page, text)
+    for line in pieces:
+        if found and _is_same(found[-1], line):
+            last = found.pop()
+            gap = (line.begin - last.end) / last.height
+            is_wide = _is_wide(last.text[-1:]) and _is_wide(line.text[:1])
+            least = _WIDE_SPACE if is_wide else _WORD_GAP
+            between = "\t" if gap > 2 else " " if gap > least else ""
+            higher = last if last.height >= line.height else line
+            content = last.text + between + line.text
+            end = max(last.end, line.end)
+            line = _Line(content, last.begin, end, higher.bottom, higher.height)
+        found.append(line)
+    return found
+
+
+def _ltr_pieces(page: Any, text: str) -> Iterator[_Line]:
+    """Yield the pieces of lines that PDFium found, for text from left to right."""
+    for match in _pieces(page, text):
         indices = [i for i in range(match.start(), match.end()) if not text[i].isspace()]
         if not indices:
             continue
         middle = indices[len(indices) // 2]
         places = [_place(page, index) for index in (indices[0], middle, indices[-1])]
         begin, end = min(p[0] for p in places), max(p[1] for p in places)
-        if rtl:
-            begin, end = -end, -begin
         bottom, height = sorted((p[2:] for p in places), key=lambda p: p[1])[1]
-        content = _in_order(page, match) if rtl else _with_columns(page, match, height)
-        content = content.replace("\ufffe", _HYPHEN)
-        line = _Line(content.strip(), begin, end, bottom, height)
-        if found and _is_same(found[-1], line):
-            last = found.pop()
-            gap = (line.begin - last.end) / last.height
-            is_wide = _is_wide(last.text[-1]) and _is_wide(line.text[0])
-            least = _WIDE_SPACE if is_wide else _WORD_GAP
-            between = "\t" if gap > 2 else " " if gap > least else ""
-            line = _Line(
-                last.text + between + line.text,
-                last.begin,
-                max(last.end, line.end),
-                *((last.bottom, last.height) if last.height >= height else (bottom, height)),
-            )
-        found.append(line)
-    return found
+        content = _with_columns(page, match, height).replace("\ufffe", _HYPHEN)
+        yield _Line(content.strip(), begin, end, bottom, height)
 
 
-def _pieces(page: Any, text: str, rtl: bool) -> Iterator[re.Match[str]]:
+def _pieces(page: Any, text: str) -> Iterator[re.Match[str]]:
     """Yield the pieces of a page's text that have no line ends. PDFium misses some line ends before
     words that are lower or higher than the word before them."""
     for line in _PIECE.finditer(text):
         start = line.start()
-        for space in _SPACE.finditer(text, start, line.end()) if not rtl else ():
+        for space in _SPACE.finditer(text, start, line.end()):
             last, word = _box(page, space.start() - 1), _box(page, space.end())
             if word.top < last.bottom or word.bottom > last.top:
                 yield cast("re.Match[str]", _PIECE.match(text, start, space.start()))
@@ -203,18 +212,85 @@ def _pieces(page: Any, text: str, rtl: bool) -> Iterator[re.Match[str]]:
         yield cast("re.Match[str]", _PIECE.match(text, start, line.end()))
 
 
-def _in_order(page: Any, line: re.Match[str]) -> str:
-    """Return a line of text from right to left. PDFium gives some of its words in the order from
-    left to right, and these are reversed."""
+class _Glyph(NamedTuple):
+    """A character, the number of PDFium's words before it, the ends of its box, its baseline, and
+    the size of its font in points."""
 
-    def ordered(word: re.Match[str]) -> str:
-        first, last = (_box(page, line.start() + i).left for i in (word.start(), word.end() - 1))
-        if first >= last or unicodedata.bidirectional(word[0][0]) not in ("R", "AL"):
-            return word[0]
-        # A mark above or below a letter follows this letter.
-        return "".join(reversed(re.findall(r"[^\u064b-\u065f][\u064b-\u065f]*", word[0])))
+    text: str
+    word: int
+    left: float
+    right: float
+    baseline: float
+    size: float
 
-    return re.sub(r"\S+", ordered, line[0])
+
+def _rtl_pieces(page: Any, text: str) -> Iterator[_Line]:
+    """Yield the pieces of lines for text from right to left. PDFium gives the words of such text in
+    either order, and marks above letters apart from these. Therefore the characters of each line
+    are put into the order of their positions."""
+    rows: list[list[_Glyph]] = []
+    x, y, matrix = ctypes.c_double(), ctypes.c_double(), pdfium.FS_MATRIX()
+    words = 0
+    for index, character in enumerate(text):
+        words += character.isspace()
+        if character.isspace() or unicodedata.category(character) in ("Cc", "Cf"):
+            continue
+        box = _box(page, index)
+        pdfium.FPDFText_GetCharOrigin(page, index, x, y)
+        pdfium.FPDFText_GetMatrix(page, index, ctypes.byref(matrix))
+        size = pdfium.FPDFText_GetFontSize(page, index) * abs(matrix.d) or 1.0
+        is_mark = unicodedata.combining(character) > 0
+        begin, end = box.left, box.right
+        if is_mark:
+            # A mark above a letter ends with it, but follows it.
+            begin, end = begin - _MARK_SHIFT * size, end - _MARK_SHIFT * size
+        elif box.bottom > y.value + 0.3 * size:
+            # A letter of a ligature that is drawn with a mark has the box of the mark.
+            begin, end = begin - 0.12 * size, end + 0.35 * size
+        glyph = _Glyph(character, words, begin, end, y.value, size)
+        near = [row for row in rows[-2:] if abs(row[-1].baseline - y.value) < 0.35 * size]
+        if near:
+            # The last character of a line may come before the line above it.
+            rows.remove(near[0])
+            rows.append(near[0])
+            near[0].append(glyph)
+        else:
+            rows.append([glyph])
+    for row in rows:
+        # Both letters of a ligature have its box, and PDFium gives the last one first.
+        row.reverse()
+        piece: list[_Glyph] = []
+        for glyph in sorted(row, key=lambda one: -one.right):
+            if piece and piece[-1].left - glyph.right > 1.5 * glyph.size:
+                yield _rtl_line(piece)
+                piece = []
+            piece.append(glyph)
+        yield _rtl_line(piece)
+
+
+def _rtl_line(glyphs: Sequence[_Glyph]) -> _Line:
+    parts = []
+    left, word = glyphs[0].right, glyphs[0].word
+    for glyph in glyphs:
+        # PDFium also finds spaces inside of words, after marks, where there is no gap.
+        is_space = left - glyph.right > _RTL_SPACE * glyph.size
+        is_space |= glyph.word != word and left - glyph.right > _RTL_GAP * glyph.size
+        text = glyph.text if glyph.text < "\ufb50" else unicodedata.normalize("NFKC", glyph.text)
+        parts.append(" " * is_space + text)
+        left, word = min(left, glyph.left), glyph.word
+    text = _LTR.sub(lambda run: run[0][::-1], "".join(parts))
+    first = max(glyphs, key=lambda one: one.size)
+    return _Line(text, -glyphs[0].right, -left, first.baseline, first.size)
+
+
+def _mirrored(lines: list[_Line]) -> list[_Line]:
+    """Swap the parentheses of a page if they face outwards, because some programs store the signs
+    that are drawn, and these are mirrored in text from right to left."""
+    text = f" {' '.join(line.text for line in lines)} "
+    outwards = len(re.findall(r"\s\)\w|\w\(\s", text)) - len(re.findall(r"\s\(\w|\w\)\s", text))
+    if outwards <= 0:
+        return lines
+    return [line._replace(text=line.text.translate(_SWAPPED)) for line in lines]
 
 
 def _box(page: Any, index: int) -> Any:
@@ -398,11 +474,16 @@ class _Hyphens:
     def __init__(self, lines: Sequence[str]) -> None:
         inner = (word for line in lines for word in _INNER_WORD.findall(line))
         self._words = Counter(inner)
+        self._latin = {word for line in lines for word in re.findall("[A-Za-z]+", line)}
         pairs = [pair for pair in itertools.pairwise(lines) if pair[0].endswith(_HYPHENS)]
         known = [self._evidence(last, line) for last, line in pairs]
         evidence = sum(one > 0 for one in known) - sum(one < 0 for one in known)
         # Programs that divide words do it at the ends of many lines.
         self._is_usual = evidence > 0 or (evidence == 0 and len(pairs) > _DIVIDED * len(lines))
+
+    def has(self, word: str) -> bool:
+        """Return True if the document contains a word of Latin letters."""
+        return word in self._latin
 
     def divides(self, last: str, line: str) -> bool:
         """Return True if the hyphen at the end of a line divides a word."""
@@ -426,8 +507,12 @@ def _append(parts: list[str], text: str, between: str, hyphens: _Hyphens) -> Non
         parts[-1] = last[:-1] + ("" if hyphens.divides(last, text) else "-")
         parts.append(text)
         return
-    is_wide = between == " " and _is_wide(last[-1:]) and _is_wide(text[:1])
-    parts += ["" if is_wide else between, text]
+    is_one = _is_wide(last[-1:]) and _is_wide(text[:1])
+    if last[-1:].isalpha() and any(map(_is_wide, last)):
+        # Between wide characters, some programs divide Latin words without a hyphen.
+        before, after = re.findall(r"[A-Za-z]*$", last)[0], re.findall(r"^[A-Za-z]*", text)[0]
+        is_one |= bool(before and after) and hyphens.has(before + after)
+    parts += ["" if is_one and between == " " else between, text]
 
 
 def _is_wide(character: str) -> bool:

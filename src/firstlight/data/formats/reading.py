@@ -290,7 +290,7 @@ def _kept(partial: Path, limit: str) -> dict[str, Any]:
                 break
             place, text = json.loads(line)
             documents, size, end = documents + 1, size + len(text.encode()), end + len(line)
-            last = place if text else last
+            last = max(last, place, key=_part_number) if text else last
             problems += [] if text else [place]
         file.truncate(end)
     problem = f"reading it takes {limit}: it may be damaged, so export it again"

@@ -95,7 +95,7 @@ def format_of(path: Path) -> Format | None:
     found = next((one for suffix, one in FORMATS.items() if name.endswith(suffix)), None)
     # The names of the files in a Maildir folder end in flags, as in "1614592800.M1.host:2,S".
     # Thunderbird's mbox files have no suffix.
-    suffixes = ("", *_EXPORT_SUFFIXES, *_SAVED_SUFFIXES)
+    suffixes = (*_EXPORT_SUFFIXES, *_SAVED_SUFFIXES)
     is_open = path.suffix.lower() in suffixes or path.parent.name in ("cur", "new")
     if found in (_MAIL, _ARCHIVE) or not (found or is_open) or not path.is_file():
         return found
@@ -124,8 +124,9 @@ def _format_of_content(path: Path, found: Format | None, changed_ns: int) -> For
             raise
         return found  # A message that the document can't be read follows.
     saved = _saved_as(head)
-    # A Word document is a ZIP file, too, and the first bytes may not show more.
-    if saved and saved.is_installed and not (found and saved is _ARCHIVE):
+    # A Word document is a ZIP file, too, and the first bytes may not show more. An archive in an
+    # archive, whose size has no limit, is not read because of its name.
+    if saved and saved.is_installed and saved is not _ARCHIVE:
         return saved
     if found:
         return found

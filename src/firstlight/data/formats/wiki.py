@@ -30,18 +30,6 @@ _DROPPED = frozenset(
     "gallery timeline score imagemap graph hiero inputbox categorytree templatedata section style "
     "script references templatestyles".split()
 )
-#: Methods of `_Article` that render the kinds of nodes of mwparserfromhell.
-_NODES = {
-    "Text": "_text",
-    "Comment": "_nothing",
-    "HTMLEntity": "_entity",
-    "Heading": "_heading",
-    "Argument": "_argument",
-    "ExternalLink": "_web_link",
-    "Wikilink": "_link",
-    "Template": "_template",
-    "Tag": "_tag",
-}
 
 
 def is_dump(head: bytes) -> bool:
@@ -131,7 +119,7 @@ class _Article:
 
     def text(self, code: Any) -> str:
         """Return the text of an article, which mwparserfromhell has parsed."""
-        text = "\n".join(line.strip(" \t") for line in self._render(code).split("\n")).strip()
+        text = "\n".join(" ".join(line.split()) for line in self._render(code).split("\n")).strip()
         text = re.sub(r"\n{3,}", "\n\n", "\n\n".join([text, *filter(None, self._notes)]))
         return re.sub(r"\0(\d+)\0", lambda found: self._code[int(found[1])], text)
 
@@ -143,7 +131,7 @@ class _Article:
             if kind == "Tag" and node.wiki_markup in ("*", "#", ":", ";"):
                 marks += str(node.wiki_markup)
                 continue
-            text = getattr(self, _NODES[kind])(node)
+            text = self._node(node)
             if marks:
                 text, marks = self._mark(marks) + text.lstrip(), ""
             if kind == "Heading" or re.search(r"\n[^\n]|\n\n", text):
@@ -159,23 +147,23 @@ class _Article:
             return f"{self._numbers[marks]}. "
         return "- " if marks[-1] == "*" else ""
 
-    def _text(self, node: Any) -> str:
-        return re.sub(r"__[A-Z]+__", "", str(node))
-
-    def _nothing(self, _node: Any) -> str:
-        return ""
-
-    def _entity(self, node: Any) -> str:
-        return str(node.normalize())
-
-    def _heading(self, node: Any) -> str:
-        return f"\n\n{self._render(node.title).strip()}\n\n"
-
-    def _argument(self, node: Any) -> str:
-        return self._render(node.default)
-
-    def _web_link(self, node: Any) -> str:
-        return self._render(node.title) if node.brackets else str(node.url)
+    def _node(self, node: Any) -> str:
+        kind = type(node).__name__
+        if kind == "Text":
+            return re.sub(r"__[A-Z]+__", "", str(node))
+        if kind == "HTMLEntity":
+            return str(node.normalize())
+        if kind == "Heading":
+            return f"\n\n{self._render(node.title).strip()}\n\n"
+        if kind == "Argument":
+            return self._render(node.default)
+        if kind == "ExternalLink":
+            return self._render(node.title) if node.brackets else str(node.url)
+        if kind == "Wikilink":
+            return self._link(node)
+        if kind == "Template":
+            return self._template(node)
+        return self._tag(node) if kind == "Tag" else ""
 
     def _link(self, node: Any) -> str:
         prefix, colon, rest = str(node.title).strip().partition(":")
