@@ -44,10 +44,11 @@ _RECOGNISE = "recognise them with ocrmypdf --skip-text IN OUT"
 _MARGIN_LINES = 2
 #: Minimum gap between two columns of a table, as a multiple of the size of the font.
 _COLUMN_GAP = 1.5
-#: Minimum gap between two words that are drawn apart, as a multiple of the size of the font, and
-#: between two Chinese characters, which justification moves apart.
-_WORD_GAP = 0.12
+#: Minimum gap between two Chinese or Japanese words, as a multiple of the size of the font. Smaller
+#: ones justify a line.
 _WIDE_SPACE = 0.6
+#: Minimum gap between two words that are drawn apart, as a multiple of the size of the font.
+_WORD_GAP = 0.12
 #: The mark of a list item.
 _MARK = re.compile(r"\W+\Z|\W?\w{1,3}[.):]?\Z")
 #: Where headers and footers are: maximum distance from the edge of the page, as a share of its
@@ -228,7 +229,8 @@ def _rtl_pieces(page: Any, text: str) -> Iterator[_Line]:
     either order, and marks above letters apart from these. Therefore the characters of each line
     are put into the order of their positions."""
     rows: list[list[_Glyph]] = []
-    x, y, matrix = ctypes.c_double(), ctypes.c_double(), pdfium.FS_MATRIX()
+    x, y = ctypes.c_double(), ctypes.c_double()
+    matrix = pdfium.FS_MATRIX()
     words = 0
     for index, character in enumerate(text):
         words += character.isspace()
@@ -302,7 +304,8 @@ def _box(page: Any, index: int) -> Any:
 def _place(page: Any, index: int) -> tuple[float, float, float, float]:
     """Return where a character begins and ends in the direction of its line, its baseline, and the
     size of its font, in points. The heights of boxes are less regular: some end at the ink."""
-    x, y, matrix = ctypes.c_double(), ctypes.c_double(), pdfium.FS_MATRIX()
+    x, y = ctypes.c_double(), ctypes.c_double()
+    matrix = pdfium.FS_MATRIX()
     pdfium.FPDFText_GetCharOrigin(page, index, ctypes.byref(x), ctypes.byref(y))
     pdfium.FPDFText_GetMatrix(page, index, ctypes.byref(matrix))
     box = _box(page, index)
