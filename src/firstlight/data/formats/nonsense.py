@@ -41,7 +41,8 @@ _LATER = "[\x80-\xbfŒœŠšŸŽžƒˆ˜–—‘’‚“”„†‡•…‰�
 _GARBLED = re.compile(f"[Â-ß]{_LATER}|[à-ï]{_LATER}{{2}}|[ð-ô]{_LATER}{{3}}|[\x80-\x9f\ufffd]")
 #: Minimum number of garbled characters, and minimum shares of them in the text and in its
 #: characters outside of ASCII.
-_FEWEST_GARBLED, _GARBLED_OF_TEXT, _GARBLED_OF_OTHERS = 4, 0.002, 0.5
+_FEWEST_GARBLED = 4
+_GARBLED_OF_TEXT, _GARBLED_OF_OTHERS = 0.002, 0.5
 #: Minimum share of accented letters in text of another alphabet that was decoded as Latin.
 #: Vietnamese has 0.3.
 _ACCENTED = 0.5

@@ -59,9 +59,10 @@ _NUMBERS = re.compile(r"(\W*#){3}[\W#]*\Z")
 #: Maximum share of lines that begin with a small letter in poems, forms and tables.
 _LOWER = 0.15
 #: For text from right to left, as fractions of the font's size: minimum width of a space between
-#: words, of a space that PDFium found, too, and the shift of a mark. Numbers and Latin words in it
-#: run from left to right.
-_RTL_SPACE, _RTL_GAP, _MARK_SHIFT = 0.3, 0.05, 0.08
+#: words and of a space that PDFium found, too, and the shift of a mark. Numbers and Latin words in
+#: it run from left to right.
+_RTL_SPACE, _RTL_GAP = 0.3, 0.05
+_MARK_SHIFT = 0.08
 _SWAPPED = str.maketrans("()[]", ")(][")
 _LTR = re.compile(r"[0-9A-Za-z\u00c0-\u024f](?:[^\u0590-\u08ff]*[0-9A-Za-z\u00c0-\u024f])?")
 _SENTENCE_ENDS = (".", "!", "?", ":", "。", "！", "？", "؟", "”", '"')
