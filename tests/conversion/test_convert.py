@@ -57,6 +57,9 @@ def config_of(family: str, vocab_size: int, **changes: Any) -> dict[str, Any]:
     }
     if family in ("phi3", "olmo2", "olmo3"):
         shape |= {"head_dim": 16, "rope_theta": 500_000.0}
+    if family == "lfm2":
+        shape |= {"head_dim": 16, "layer_types": ["conv", "full_attention"], "norm_eps": 1e-5}
+        shape |= {"block_auto_adjust_ff_dim": False}
     if family.startswith("gemma"):
         shape |= {"query_pre_attn_scalar": 32}
     if family == "gpt2":
@@ -67,9 +70,9 @@ def config_of(family: str, vocab_size: int, **changes: Any) -> dict[str, Any]:
         shape |= {"num_key_value_heads": 4, "n_routed_experts": 8, "num_experts_per_tok": 2}
         shape |= {"moe_intermediate_size": 32}
         shape |= {"first_k_dense_replace": 1, "n_group": 1, "topk_group": 1}
-    if family == "qwen3_next":
+    if family in ("qwen3_next", "qwen3_5_moe_text"):
         shape |= {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
-    if family in ("qwen3_next", "qwen3_5_text"):
+    if family in ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"):
         shape |= {"layer_types": ["linear_attention", "full_attention"]}
         shape |= {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
     if family in ("mixtral", "gpt_oss"):
@@ -117,7 +120,8 @@ def folder(tmp_path: Path, tokenizer: Tokenizer) -> Folder:
         save_weights({n: t.to(dtype) for n, t in tensors.items()}, path, shard_bytes)
         tokenizer.save_pretrained(path)
         config |= {"dtype": str(dtype).removeprefix("torch."), "eos_token_id": [0, 7]}
-        config |= {"a_key_of_tomorrow": {"nested": [1, 2.5, None]}, "name": "früh"}
+        if not FAMILIES[family].spec.requires_known_keys:
+            config |= {"a_key_of_tomorrow": {"nested": [1, 2.5, None]}, "name": "früh"}
         (path / "config.json").write_text(json.dumps(config, indent=4))
         (path / "generation_config.json").write_text('{"eos_token_id": [0, 7], "top_p": 0.9}')
         (path / "special_tokens_map.json").write_text('{"eos_token":   "<|endoftext|>"}')

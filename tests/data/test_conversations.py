@@ -353,7 +353,12 @@ BAD: list[tuple[object, str, str]] = [
     (
         {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
         "wrong_type",
-        "parts that are not text",
+        r"parts that are not text \(image_url\)",
+    ),
+    (
+        {"messages": say("<image> a", "b"), "images": ["cat.png"]},
+        "wrong_type",
+        "`images` is not text, and only text is learned",
     ),
     (
         {"messages": [*say("a"), {"role": "assistant", "content": "b", "thinking": {"a": 1}}]},

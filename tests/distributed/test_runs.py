@@ -105,6 +105,19 @@ def test_run_losses_and_validation_of_two_processes_equal_those_of_one(
     _require_same_losses(tmp_path, shards, [("ddp", 2), ("fsdp", 2)], 12)
 
 
+def test_patience_ends_all_processes_at_same_step(tmp_path: Path, shards: Path) -> None:
+    """The rate leaves every weight as it is, so the loss of step 2 stays the lowest."""
+    more: dict[str, Any] = {
+        "optimizer": {"learning_rate": 1e-30},
+        "evaluation": {"every_steps": 2, "patience": 2},
+    }
+    recipe = _recipe(shards, tmp_path / "both", 2, distributed=_WAYS["fsdp"], **more)
+    results = run_ranks(_DRIVER, [json.dumps({"recipe": recipe})], 2)
+    assert [result.returncode for result in results] == [0, 0], results
+    ends = [json.loads(result.stdout.splitlines()[-1]) for result in results]
+    assert ends == [{"end": 6, "stopped": None}] * 2
+
+
 def test_timed_run_processes_make_steps_decided_by_main_one(tmp_path: Path, shards: Path) -> None:
     minutes: dict[str, Any] = {
         "schedule": {"kind": "wsd", "max_steps": None, "max_minutes": 0.04, "warmup_steps": 2},

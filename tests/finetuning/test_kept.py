@@ -146,6 +146,7 @@ def test_stopped_run_is_resumed_without_its_initial_model(
     start = tmp_path / "typo" if change == "other" else model
     with pytest.raises(ModelError, match=f"{start} does not exist"):
         tuned(new, start, **options)
+    assert "continues from" not in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("kind", ["files", "corpus", "run"])

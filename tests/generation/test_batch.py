@@ -23,6 +23,7 @@ from firstlight.generation.few_rows import has_kernels, use_few_rows
 from firstlight.lora.loading import LoadedModel
 from firstlight.models import (
     GPT2Config,
+    Lfm2Config,
     LlamaConfig,
     Model,
     ModelConfig,
@@ -67,6 +68,9 @@ QWEN3_NEXT = Qwen3NextConfig(
 QWEN35 = Qwen35Config(
     **QWEN3_NEXT.model_dump(include=set(Qwen35Config.model_fields) - {"model_type"})
 )
+LFM2 = Lfm2Config(
+    **LLAMA.model_dump(include=set(Lfm2Config.model_fields) - {"model_type", "layer_types"})
+)
 #: At 31 tokens or more, all tokens of a text get different rotary frequencies.
 LONGROPE = LLAMA.model_copy(
     update={
@@ -85,6 +89,7 @@ FAMILIES: dict[str, ModelConfig] = {
     "mistral": MISTRAL,
     "qwen3_next": QWEN3_NEXT,
     "qwen3_5_text": QWEN35,
+    "lfm2": LFM2,
 }
 
 

@@ -39,6 +39,8 @@ _OWN_KEYS: dict[str, dict[str, Any]] = {
     "deepseek_v2": {"num_key_value_heads": 4},
     "deepseek_v3": {"num_key_value_heads": 4},
     "qwen3_next": {"layer_types": ["linear_attention", "full_attention"]},
+    "lfm2": {"layer_types": ["conv", "full_attention"]},
+    "qwen3_5_moe_text": {"layer_types": ["linear_attention", "full_attention"]},
     "qwen3_5_text": {"layer_types": ["linear_attention", "full_attention"]},
 }
 

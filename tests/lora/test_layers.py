@@ -29,12 +29,14 @@ from firstlight.models import (
     DeepseekConfig,
     GPT2Config,
     GptOssConfig,
+    Lfm2Config,
     LlamaConfig,
     Model,
     ModelConfig,
     MoEConfig,
     Qwen3NextConfig,
     Qwen35Config,
+    Qwen35MoEConfig,
     empty_model,
 )
 from firstlight.models.gpt2 import Conv1D
@@ -56,6 +58,8 @@ CONFIGS: dict[str, ModelConfig] = {
     "deepseek_v3": DeepseekConfig(**_SIZES | {"num_key_value_heads": 4}, q_lora_rank=8),
     "qwen3_next": Qwen3NextConfig(**_SIZES, head_dim=8, num_experts=3),
     "qwen3_5_text": Qwen35Config(**_SIZES, head_dim=8),
+    "lfm2": Lfm2Config(**_SIZES),
+    "qwen3_5_moe_text": Qwen35MoEConfig(**_SIZES, head_dim=8, num_experts=3),
 }
 IDS = torch.arange(24).view(2, 12) * 5 % 37
 EVERY_LINEAR = {
@@ -74,6 +78,14 @@ EVERY_LINEAR = {
     "qwen3_5_text": [
         *("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj"),
         *("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
+    ],
+    "lfm2": [
+        *("in_proj", "out_proj", "q_proj", "k_proj", "v_proj", "w1", "w3", "w2"),
+    ],
+    "qwen3_5_moe_text": [
+        *("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj"),
+        *("q_proj", "k_proj", "v_proj", "o_proj"),
+        *("shared_expert_gate", "gate_proj", "up_proj", "down_proj"),
     ],
 }
 

@@ -43,6 +43,7 @@ Choose = Callable[[Sequence[Any]], Any]
 _HF_CONFIGS = {
     "llama": transformers.LlamaConfig,
     "mistral": transformers.MistralConfig,
+    "ministral3": transformers.Ministral3Config,
     "qwen2": transformers.Qwen2Config,
     "qwen3": transformers.Qwen3Config,
     "granite": transformers.GraniteConfig,
@@ -64,6 +65,8 @@ _HF_CONFIGS = {
     "deepseek_v3": transformers.DeepseekV3Config,
     "qwen3_next": transformers.Qwen3NextConfig,
     "qwen3_5_text": transformers.Qwen3_5TextConfig,
+    "lfm2": transformers.Lfm2Config,
+    "qwen3_5_moe_text": transformers.Qwen3_5MoeTextConfig,
 }
 
 _BIASES = ("attention_bias",)
@@ -85,6 +88,7 @@ _OF_DEEPSEEK = {"num_experts": "n_routed_experts", "router_aux_loss_coef": "aux_
 _OWN_KEYS: dict[str, tuple[str, ...]] = {
     "llama": ("attention_bias", "mlp_bias"),
     "mistral": ("sliding_window",),
+    "ministral3": ("sliding_window",),
     "qwen2": ("sliding_window",),
     "qwen3": ("attention_bias", "sliding_window"),
     "granite": (
@@ -116,9 +120,15 @@ _OWN_KEYS: dict[str, tuple[str, ...]] = {
         "shared_expert_intermediate_size",
     ),
     "qwen3_5_text": ("attention_bias", *_LINEAR),
+    "lfm2": ("conv_L_cache",),
+    "qwen3_5_moe_text": (
+        *("attention_bias", "num_experts", "moe_intermediate_size", *_EXPERTS, *_LINEAR),
+        "shared_expert_intermediate_size",
+    ),
 }
 #: transformers' names of keys that have another name in a family.
 _OTHER_NAMES = {
+    "lfm2": {"rms_norm_eps": "norm_eps"},
     "stablelm": {"rms_norm_eps": "layer_norm_eps", "attention_bias": "use_qkv_bias"},
     "gpt_neox": {"rms_norm_eps": "layer_norm_eps"},
     "deepseek_v2": _OF_DEEPSEEK,
@@ -126,12 +136,12 @@ _OTHER_NAMES = {
 }
 #: Families whose heads divide the hidden size.
 _LAYER_NORMS = ("stablelm", "gpt_neox")
-_SHARES_WIDTH = ("phi3", *_LAYER_NORMS)
+_SHARES_WIDTH = ("phi3", "lfm2", *_LAYER_NORMS)
 _DIVIDES_WIDTH = ("deepseek_v2", "llama", "arcee", "gemma2", "gemma3_text", *_SHARES_WIDTH)
 #: Families with a sliding window in some of their layers.
 _PATTERNS = ("olmo3", "gemma2", "gemma3_text", "gpt_oss")
 #: Families with linear attention.
-_DELTA = ("qwen3_next", "qwen3_5_text")
+_DELTA = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 
 
 def draw(family: str, seed: int) -> ModelConfig:
@@ -177,7 +187,7 @@ def draw_config(family: str, choose: Choose) -> ModelConfig:
     layers = choose((1, 2, 3))
     own = _OWN_KEYS[family]
     # transformers rejects other widths of some families, although the head dimension is set.
-    width = choose((2, 4, 8) if family == "phi3" else (2, 3, 4))
+    width = choose((2, 4, 8) if family in ("phi3", "lfm2") else (2, 3, 4))
     if family in _LAYER_NORMS:
         # A LayerNorm over two numbers always gives 1 and -1.
         width = choose((4, 8))
@@ -217,6 +227,10 @@ def draw_config(family: str, choose: Choose) -> ModelConfig:
         keys["partial_rotary_factor"] = part
         rotary_dim = int(rotary_dim * part)
     keys["rope_scaling"] = _draw_rope(family, rotary_dim, choose)
+    if family == "ministral3" and "original_max_position_embeddings" in (
+        keys["rope_scaling"] or {}
+    ):
+        keys["llama_4_scaling_beta"] = choose((0.1, 0.5, 2.0))
     if family == "granite":
         keys["embedding_multiplier"] = choose((1.0, 6.0, 12.0))
         keys["attention_multiplier"] = choose((None, 0.0078125, 0.3, 1.0))
@@ -244,11 +258,15 @@ def draw_config(family: str, choose: Choose) -> ModelConfig:
     if family in ("mixtral", "qwen3_moe"):
         keys |= _draw_experts(family, layers, choose)
         return MoEConfig(**keys)
-    if family == "qwen3_next":
+    if family in ("qwen3_next", "qwen3_5_moe_text"):
         keys |= _draw_experts(family, layers, choose)
         keys["shared_expert_intermediate_size"] = choose((5, 8))
     if family in _DELTA:
         keys |= _draw_linear(layers, choose)
+    if family == "lfm2":
+        keys["layer_types"] = [choose(("full_attention", "conv")) for _ in range(layers)]
+        keys["layer_types"][choose(range(layers))] = "full_attention"
+        keys["conv_L_cache"] = choose((2, 3, 4))
     return FAMILIES[family].config(**keys)
 
 
@@ -364,6 +382,8 @@ def _draw_experts(family: str, layers: int, choose: Choose) -> dict[str, Any]:
     }
     if family == "mixtral":
         return keys
+    if family == "qwen3_5_moe_text":
+        return keys | {"moe_intermediate_size": choose((8, 9))}
     sparse_step = choose(range(1, layers + 1))
     first = choose((True, False)) and sparse_step == 1 and layers > 1
     return keys | {
@@ -433,7 +453,12 @@ def hf_config(config: ModelConfig) -> Any:
         values["max_window_layers"] = (
             config.num_hidden_layers if no_window else config.max_window_layers
         )
-    if family in _DELTA:
+    if family == "lfm2":
+        del values["head_dim"]
+        values["block_auto_adjust_ff_dim"] = False
+        kinds = ("full_attention", "conv")
+        values["layer_types"] = [kinds[config.attention_spec(i).state_size > 0] for i in layers]
+    elif family in _DELTA:
         values["layer_types"] = [
             "linear_attention" if config.attention_spec(layer).state_size else "full_attention"
             for layer in layers
@@ -472,6 +497,10 @@ def _hf_rope(config: DecoderConfig) -> dict[str, Any]:
     if config.rope_local_base_freq is not None:
         local = {"rope_type": "default", "rope_theta": config.rope_local_base_freq}
         return {"rope_parameters": {"full_attention": rope, "sliding_attention": local}}
+    if config.model_type == "ministral3":
+        # transformers always scales the queries.
+        rope["llama_4_scaling_beta"] = config.llama_4_scaling_beta or 0.0
+        rope.setdefault("original_max_position_embeddings", 64)
     apart = {}
     if config.model_type == "phi3" and scaling:
         name = "original_max_position_embeddings"

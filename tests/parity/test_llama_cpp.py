@@ -119,6 +119,14 @@ _QWEN3_NEXT = {
     "rope_parameters": _PARTIAL,
 }
 
+_LFM2 = {"num_hidden_layers": 4, "layer_types": ["conv", "full_attention"] * 2}
+_OF_EXPERTS = ("num_experts", "num_experts_per_tok", "moe_intermediate_size")
+_QWEN3_5 = {
+    key: value
+    for key, value in _QWEN3_NEXT.items()
+    if key not in (*_OF_EXPERTS, "shared_expert_intermediate_size")
+}
+
 #: name of the model in this file -> its family and its special settings
 _MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2": ("gpt2", {}),
@@ -214,6 +222,19 @@ _MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "mixtral-yarn": ("mixtral", {**_EXPERTS, "head_dim": 16, "rope_parameters": _YARN}),
     "mistral-yarn": ("mistral", {"sliding_window": None, "rope_parameters": _YARN}),
+    "ministral3": (
+        "ministral3",
+        {
+            "head_dim": 16,
+            "rope_parameters": {
+                **_YARN,
+                "original_max_position_embeddings": 16,
+                "llama_4_scaling_beta": 0.5,
+                "mscale": 1.0,
+                "mscale_all_dim": 1.0,
+            },
+        },
+    ),
     "arcee-yarn": ("arcee", {"head_dim": 16, "rope_parameters": _YARN}),
     "qwen3_moe-yarn": (
         "qwen3_moe",
@@ -259,6 +280,16 @@ _MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "layer_types": ["full_attention", "linear_attention"] * 2 + ["linear_attention"],
         },
     ),
+    "qwen3_5": ("qwen3_5_text", _QWEN3_5),
+    "qwen3_5-yarn": (
+        "qwen3_5_text",
+        {**_QWEN3_5, "rope_parameters": {**_YARN, "partial_rotary_factor": 0.5}},
+    ),
+    "qwen3_5-one-value-head": ("qwen3_5_text", {**_QWEN3_5, "linear_num_value_heads": 2}),
+    "qwen3_5_moe": ("qwen3_5_moe_text", _QWEN3_NEXT),
+    "lfm2": ("lfm2", _LFM2),
+    "lfm2-untied": ("lfm2", {**_LFM2, "tie_word_embeddings": False}),
+    "lfm2-yarn": ("lfm2", {**_LFM2, "rope_parameters": _YARN}),
 }
 
 
@@ -362,7 +393,9 @@ def test_gguf_f32_matches_transformers(name: str, tmp_path: Path, tokenizer: Tok
         # Near the middle between two entries, GELU's table may give either. Qwen3-Next's norms of
         # very small values amplify rounding errors: transformers' own fp32 differs by 1e-3 from its
         # fp64.
-        tolerance = 2e-2 if has_gelu else 5e-3 if name.startswith("qwen3_next") else 2e-4
+        tolerance = (
+            2e-2 if has_gelu else 5e-3 if name.startswith(("qwen3_next", "qwen3_5")) else 2e-4
+        )
         torch.testing.assert_close(found, expected, atol=tolerance, rtol=0)
         assert (found - expected).abs().mean() < tolerance / 10
         assert changes or _greedy(llama, ids[:16], 48) == generated

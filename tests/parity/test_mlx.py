@@ -14,7 +14,7 @@ from firstlight.tokenizer import Tokenizer
 
 #: mlx-lm does not have a class for Arcee, expects the tensor names of GPT-2's and nanochat's
 #: original checkpoints, and reads gpt-oss only in MXFP4.
-_NOT_READ = ("arcee", "gpt2", "nanochat", "gpt_oss", "qwen3_5_text")
+_NOT_READ = ("arcee", "gpt2", "nanochat", "gpt_oss", "qwen3_5_text", "qwen3_5_moe_text")
 #: Settings that mlx-lm requires to load a family.
 _NEEDS: dict[str, dict[str, Any]] = {
     "deepseek_v2": {
@@ -26,6 +26,7 @@ _NEEDS: dict[str, dict[str, Any]] = {
         for family in ("deepseek_v3", "glm4", "gpt_neox", "stablelm")
     },
     "olmo3": {"sliding_window": 16},
+    "lfm2": {"tie_word_embeddings": True},
     "gemma2": {
         "attn_logit_softcapping": 50.0,
         "final_logit_softcapping": 30.0,

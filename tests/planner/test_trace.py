@@ -320,6 +320,12 @@ _METHODS: dict[str, dict[str, Any]] = {
         "model": LLAMA
         | {"model_type": "qwen3_5_text", "linear_key_head_dim": 16, "linear_value_head_dim": 16},
     },
+    "qwen3_5_moe_text": {
+        "model": LLAMA
+        | {"model_type": "qwen3_5_moe_text", **_EXPERTS}
+        | {"linear_key_head_dim": 16, "linear_value_head_dim": 16},
+    },
+    "lfm2": {"model": LLAMA | {"model_type": "lfm2"}},
     "experts": {"model": LLAMA | {"model_type": "mixtral", **_EXPERTS}},
 }
 

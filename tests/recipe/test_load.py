@@ -270,7 +270,11 @@ def test_recipe_unknown_key_is_named_with_nearest(values: dict[str, Any], said: 
     [
         ("scale_attn_weights", False, "gpt2"),
         ("swiglu_limit", 3.0, "gpt_oss"),
-        ("num_experts", 4, "deepseek_v2, deepseek_v3, gpt_oss, mixtral, qwen3_moe, qwen3_next"),
+        (
+            "num_experts",
+            4,
+            "deepseek_v2, deepseek_v3, gpt_oss, mixtral, qwen3_5_moe_text, qwen3_moe, qwen3_next",
+        ),
         ("final_logit_softcapping", 3.0, "gemma2, gemma3_text, nanochat"),
         ("use_parallel_residual", True, "gpt_neox, stablelm"),
     ],

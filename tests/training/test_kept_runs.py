@@ -5,7 +5,9 @@ of kept text that a run chooses, the best checkpoint, and resumed runs.
 from __future__ import annotations
 
 import copy
+import dataclasses
 import itertools
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -29,7 +31,7 @@ from firstlight.training.guard import DivergedError
 from firstlight.training.loop import RunAhead, train
 from firstlight.training.step import train_step
 from firstlight.training.time_budget import LoopTimes
-from firstlight.training.validation import replay_share
+from firstlight.training.validation import evaluate_dataset, replay_share
 
 
 class StoppedError(Exception):
@@ -133,6 +135,25 @@ def test_best_checkpoint_has_lowest_sum_of_both_texts(kept: dict[str, Any], star
     assert result.new == (found[0]["bits_per_byte"], found[result.step]["bits_per_byte"])
     change = 100 * (result.new[1] / result.new[0] - 1)
     assert f"new text: {abs(change):.0f}% fewer bits; kept text: " in str(result)
+
+
+def test_patience_counts_sum_of_both_texts(
+    kept: dict[str, Any], start: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The new text's loss falls to the end, but the kept text's rises faster after step 4."""
+    seen: Counter[str] = Counter()
+
+    def scripted(program: Any, dataset: Any, *, key: str, **more: Any) -> Any:
+        found, parts = evaluate_dataset(program, dataset, key=key, **more)
+        seen[key] += 1
+        bits = 5.0 - 0.1 * seen[key] if key == "val/loss" else 2.0 + 0.3 * seen[key]
+        return dataclasses.replace(found, loss=bits, bits_per_byte=bits), parts
+
+    monkeypatch.setattr("firstlight.training.validation.evaluate_dataset", scripted)
+    kept["evaluation"]["patience"] = 2
+    result = train(kept, init_from=start)
+    assert (result.step, result.stopped_by) == (20, None)
+    assert result.best_checkpoint == folder_of(kept) / "checkpoints" / "step-00000004"
 
 
 @pytest.mark.parametrize(

@@ -417,6 +417,14 @@ def test_preference_run_starts_at_log_2_and_learns(
         evaluate(folder_of(pairs))
 
 
+def test_preference_run_ends_by_patience(pairs: dict[str, Any], base: Path) -> None:
+    """The rate leaves every weight as it is, so the loss over pairs never falls below log 2."""
+    pairs["optimizer"]["learning_rate"] = 1e-30
+    pairs["evaluation"] |= {"every_steps": 2, "patience": 3}
+    result = train(pairs, init_from=base)
+    assert (result.step, result.stopped_by) == (8, None)
+
+
 def test_preference_run_measures_kept_text(
     pairs: dict[str, Any], base: Path, tmp_path: Path
 ) -> None:

@@ -286,7 +286,8 @@ def test_load_model_unknown_family_is_named_with_supported_ones(
     (tmp_path / "config.json").write_text(json.dumps({"model_type": family}))
     assert refusal(tmp_path) == (
         f"{tmp_path / 'config.json'}: model_type '{family}' is not supported "
-        f"(supported: {', '.join(FAMILIES)})"
+        f"(supported: {', '.join(FAMILIES)}, and the text models of mistral3, gemma3, qwen3_5, "
+        "qwen3_5_moe)"
     )
 
 
@@ -375,6 +376,49 @@ def test_smollm3_layers_match_transformers(
     assert isinstance(config, LlamaConfig)
     assert [config.has_window(i) for i in range(3)] == windows
     assert [config.has_rope(i) for i in range(3)] == rotated
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ({"model_type": "lfm2", "router": 1}, "router is not understood, and could change"),
+        ({"model_type": "lfm2", "conv_bias": True}, "conv_bias True is not supported: only False"),
+        ({"model_type": "ministral3", "gate": 2}, "gate is not understood"),
+        (
+            {"model_type": "qwen3_5_moe_text", "attn_output_gate": False},
+            "attn_output_gate False is not supported: only True is",
+        ),
+        (
+            {"model_type": "qwen3_5_moe_text", "mlp_only_layers": [0]},
+            "have normalised routing weights and experts in every layer",
+        ),
+        ({"model_type": "lfm2", "layer_types": ["conv"] * 32}, "no layer has full_attention"),
+        ({"model_type": "lfm2", "block_ff_dim": "x"}, "block_ff_dim can't be computed"),
+        (
+            {"model_type": "ministral3", "rope_parameters": {"llama_4_scaling_beta": 0.1}},
+            "llama_4_scaling_beta requires rope_scaling with original_max_position_embeddings",
+        ),
+    ],
+)
+def test_config_that_would_be_read_in_part_is_refused_by_name(
+    content: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ModelError, match=message):
+        config_from_hf(content, "config.json")
+
+
+@pytest.mark.parametrize(
+    ("keys", "width"),
+    [
+        ({"block_ff_dim": 6656}, 4608),  # LFM2-350M
+        ({"block_ff_dim": 12288, "block_multiple_of": 256}, 8192),  # LFM2-1.2B
+        ({"intermediate_size": 96, "block_auto_adjust_ff_dim": False}, 96),
+        ({"intermediate_size": 300, "block_ffn_dim_multiplier": 1.5, "block_multiple_of": 8}, 304),
+    ],
+)
+def test_lfm2_inner_width_is_that_of_transformers(keys: dict[str, Any], width: int) -> None:
+    found = config_from_hf({"model_type": "lfm2", **keys}, "config.json")
+    assert getattr(found, "intermediate_size") == width  # noqa: B009 - mypy
 
 
 @pytest.mark.parametrize("like", ["gemma3_text", "qwen3_next", "smollm3"])

@@ -58,6 +58,7 @@ from firstlight.files.atomic import forget_cached, read_json_object, sha256_of
 from firstlight.files.disk import HashedFile, OutputFile
 from firstlight.files.tensor_file import write_tensors
 from firstlight.lora.files import ADAPTER_CONFIG_NAME, ADAPTER_WEIGHTS_NAME, config_folder
+from firstlight.weights.composite import Carried, text_tensors
 from firstlight.weights.huggingface import CONFIG_NAME, TOKENS_KEY
 from firstlight.weights.loading import nonfinite_tensor
 from firstlight.weights.stored import WEIGHTS_NAME, read_header
@@ -84,6 +85,8 @@ class Checkpoint:
             exactly this step, it is stored as `val_loss`.
         is_copy: True if the tensors are a copy that is never modified; False if a run that is still
             training may update them in place.
+        carried: parts of the starting model's folder that are written with the model; None if it
+            contained only a text model.
         sharded_folder: folder from which a sharded checkpoint was read; None for other checkpoints.
             If set, `model` and `optimizer` are empty, and the shards are later read directly into
             the tensors of the run.
@@ -94,6 +97,7 @@ class Checkpoint:
     optimizer: Mapping[str, Tensor]
     trainer_state: Mapping[str, Any]
     is_copy: bool = False
+    carried: Carried | None = None
     sharded_folder: Path | None = None
 
 
@@ -125,10 +129,12 @@ def save_checkpoint(
     require_finite(step, checkpoint.model)
     require_finite(step, checkpoint.optimizer)
     texts = checkpoint_texts(step, checkpoint)
+    model, carried = checkpoint.model, checkpoint.carried
+    model = model if carried is None else carried.with_tensors(model)
     with new_checkpoint(run_folder, step) as temporary:
         written = [
             *write_texts(temporary, texts),
-            _write_tensors(temporary / _weights_name(checkpoint.files), checkpoint.model),
+            _write_tensors(temporary / _weights_name(checkpoint.files), model),
             _write_tensors(temporary / OPTIMIZER_NAME, checkpoint.optimizer),
         ]
         loss = checkpoint.trainer_state.get("val_loss")
@@ -294,7 +300,7 @@ def load_checkpoint(folder: Path, *, verify: bool = True) -> Checkpoint:
         names = read_manifest(folder)["files"]
         for name in (_weights_name(names), OPTIMIZER_NAME):
             read_header(folder / name)
-        model = safetensors.torch.load_file(folder / _weights_name(names))
+        model = text_tensors(safetensors.torch.load_file(folder / _weights_name(names)), folder)
         optimizer = safetensors.torch.load_file(folder / OPTIMIZER_NAME)
     except (safetensors.SafetensorError, OSError, ModelError) as error:
         raise CheckpointError(f"checkpoint {folder} can't be read: {error}") from error

@@ -249,7 +249,8 @@ class CheckpointSaver(BackgroundSaver):
             model = {name: copies[f"model {name}"] for name in model}
             optimizer = {name: copies[f"optimizer {name}"] for name in optimizer}
         state = copy.deepcopy(checkpoint.trainer_state)
-        return Checkpoint(dict(checkpoint.files), model, optimizer, state)
+        carried = checkpoint.carried
+        return Checkpoint(dict(checkpoint.files), model, optimizer, state, carried=carried)
 
     def _write_beside(self, step: int, checkpoint: Checkpoint) -> None:
         start = time.perf_counter()

@@ -119,6 +119,7 @@ def _model(folder: Path) -> tuple[dict[str, Any], ModelConfig]:
         meta_model,
         state_bytes,
     )
+    from firstlight.weights.composite import read_carried
     from firstlight.weights.huggingface import read_config, tokenizer_of
     from firstlight.weights.loading import fitting_tensors, nonfinite_tensor, stored_values
 
@@ -140,6 +141,9 @@ def _model(folder: Path) -> tuple[dict[str, Any], ModelConfig]:
         "parameters_by_part": count.by_part,
         "dtypes": sorted({tensor.kind for tensor in stored.values()}),
         # Read all weights, one tensor at a time. This takes about one second per GB.
+        "carried": None
+        if (carried := read_carried(base, config)) is None
+        else {"parts": carried.parts, "bytes": carried.nbytes},
         "nonfinite_tensor": nonfinite_tensor(stored_values(stored)),
         "config": config.model_dump(),
         "max_position_embeddings": context,
@@ -184,6 +188,7 @@ def _show_model(result: dict[str, Any], config: ModelConfig) -> None:
             ("parameters", f"{total:,}{f', {active:,} per token' if active < total else ''}"),
             *((f"  {name}", f"{number:,}") for name, number in parts.items() if number),
             ("weights", f"{dtypes}{unusable}"),
+            *_carried_rows(result["carried"]),
             ("context", f"{config.max_position_embeddings:,} tokens"),
             ("tied head", "yes" if config.tie_word_embeddings else "no"),
             *_tokenizer_rows(tokenizer),
@@ -199,6 +204,13 @@ def _show_model(result: dict[str, Any], config: ModelConfig) -> None:
             ),
         ]
     )
+
+
+def _carried_rows(carried: dict[str, Any] | None) -> list[tuple[str, object]]:
+    if carried is None:
+        return []
+    parts = f"{', '.join(carried['parts'])} ({human_bytes(carried['bytes'])})"
+    return [("not used", f"{parts}: carried unchanged into checkpoints and converted folders")]
 
 
 def _tokenizer_rows(tokenizer: dict[str, Any] | None) -> list[tuple[str, object]]:

@@ -369,6 +369,9 @@ def _show_all_help(ctx: click.Context, _: click.Parameter, is_asked: bool) -> No
     callback=_show_all_help,
     help="Show this help with all keys of a recipe.",
 )
+@click.option(
+    "--patience", type=int, metavar="N", help="End after N evaluations without a lower loss."
+)
 @click.option("--resume", is_flag=True, help="Resume from the newest complete checkpoint.")
 @click.option("--init-from", metavar="DIR|GGUF|HUB_ID", help="Start from these weights.")
 @click.option(
@@ -392,7 +395,7 @@ def _show_all_help(ctx: click.Context, _: click.Parameter, is_asked: bool) -> No
 @click.option(
     "--plan",
     type=click.Choice(["auto"]),
-    help="Use the best plan for this machine, after two trial steps.",
+    help="Use the best plan found for this machine.",
 )
 @with_json
 @click.option(
@@ -418,7 +421,9 @@ def _show_all_help(ctx: click.Context, _: click.Parameter, is_asked: bool) -> No
     metavar="N",
     help="With --nproc: maximum number of restarts after a process fails.",
 )
-def train_command(arguments: tuple[str, ...], as_json: bool, **options: Any) -> dict[str, Any]:
+def train_command(
+    arguments: tuple[str, ...], as_json: bool, patience: int | None, **options: Any
+) -> dict[str, Any]:
     """Train a model on texts or with a recipe, or fine-tune an existing model.
 
     INPUT specifies text in the same way as for `firstlight prepare`: files, folders, globs,
@@ -435,6 +440,8 @@ def train_command(arguments: tuple[str, ...], as_json: bool, **options: Any) -> 
     """
     from firstlight.data.sources import missing_input, special_input, special_kind
 
+    if patience is not None:
+        arguments += ("--evaluation.patience", str(patience))
     paths, overrides = split_paths(arguments)
     if options["cooldown"] is None:
         if not paths:

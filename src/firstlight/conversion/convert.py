@@ -50,6 +50,7 @@ from firstlight.models import FAMILIES, ModelConfig
 from firstlight.models.accounting import meta_model
 from firstlight.tokenizer import Tokenizer
 from firstlight.tokenizer.formats import PICKLED_TOKENIZER
+from firstlight.weights.composite import Carried, read_carried, text_content
 from firstlight.weights.gguf.reader import read_gguf
 from firstlight.weights.gguf.writer import gguf_notes, import_gguf, write_gguf
 from firstlight.weights.hub import is_gguf
@@ -417,10 +418,18 @@ def _write_folder(model: Source, folder: Path, dtype: str | None) -> _Result:
         for name, text in {**model.tokenizer.files(), GENERATION_CONFIG_NAME: special}.items():
             (folder / name).write_text(text, encoding="utf-8")
     is_changed = model.folder is None or read_json(model.folder / CONFIG_NAME) != model.config
+    tensors = _rounded(model.tensors, dtype)
     if is_changed or dtype is not None:
-        config = {**model.config, **_dtype_entries(model.tensors, dtype)}
+        dtypes = _dtype_entries(model.tensors, dtype)
+        config = {**model.config, **dtypes}
+        if model.carried is not None:
+            config = model.carried.config_json(config_from_hf(model.config, model.name), dtypes)
         (folder / CONFIG_NAME).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    save_weights(_rounded(model.tensors, dtype), folder)
+    if model.carried is not None:
+        tensors = model.carried.with_tensors(tensors)
+        for name, text in model.carried.files.items():
+            (folder / name).write_text(text, encoding="utf-8")
+    save_weights(tensors, folder)
     return _Result("the converted folder", *read_folder(folder), tokenizer_of(folder))
 
 
@@ -515,6 +524,7 @@ class Source:
         notes: messages to the user.
         generation: content of the model's generation_config.json. It is used even if `folder` is
             None.
+        carried: parts of the source's folder that a Hugging Face folder also contains, or None.
     """
 
     program: str
@@ -525,6 +535,7 @@ class Source:
     folder: Path | None
     notes: tuple[str, ...] = ()
     generation: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    carried: Carried | None = None
 
 
 def read_source(
@@ -590,6 +601,7 @@ def _read_folder(folder: Path, name: str, given: Tokenizer | None) -> Source:
         tokenizer=given or tokenizer_of(folder),
         folder=folder if given is None else None,
         generation=_generation(read_generation([folder]), eos_ids_of(folder, None), given),
+        carried=read_carried(folder, config_from_hf(content, name)),
     )
     return with_qkv_biases(model)
 
@@ -640,7 +652,7 @@ def _read_adapter(folder: Path, name: str, given: Tokenizer | None) -> Source:
     """
     base = adapter_chain(folder)[-1]
     loaded = load_model(folder)
-    content: dict[str, Any] = read_json(base / CONFIG_NAME)
+    content = text_content(read_json(base / CONFIG_NAME), str(base / CONFIG_NAME))
     before, now = read_config(base), loaded.model.config
     changes = {
         key: getattr(now, key)
@@ -659,6 +671,7 @@ def _read_adapter(folder: Path, name: str, given: Tokenizer | None) -> Source:
         folder=base if own is None and not changes else None,
         notes=(f"the adapter was merged into its base, {base}",),
         generation=_generation(loaded.generation, loaded.eos_token_ids, given),
+        carried=read_carried(base, before),
     )
     return with_qkv_biases(model)
 
@@ -679,7 +692,7 @@ def read_folder(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
         multiple = saved_vocab_multiple(folder, load_trainer_state(folder))
         return read_json(folder / CONFIG_NAME), weights_to_save(sharded_model(folder, multiple))
     config = read_config(folder)
-    content: dict[str, Any] = read_json(folder / CONFIG_NAME)
+    content = dict(text_content(read_json(folder / CONFIG_NAME), str(folder / CONFIG_NAME)))
     if has_pickled_weights(folder):
         return content, pickled_tensors(folder)
     stored = fitting_tensors(meta_model(config), folder)

@@ -157,6 +157,9 @@ class Conversation:
         return " ".join(words).casefold()
 
 
+#: Fields of a record whose contents belong to its messages, but are not text.
+_PICTURES = ("image", "images", "video", "videos", "audio", "audios")
+
 _TREE_MESSAGE = (
     "a single message of a tree: join the messages with jq -sc 'INDEX(.message_id) as $m | "
     'INDEX(.parent_id // "") as $p | .[] | select(.role == "assistant" and '
@@ -220,6 +223,9 @@ def _learned_fields(record: object) -> dict[str, Any]:
     for key in (*LEARNED, *(["label"] if "completion" in fields else [])):
         if str(fields.get(key)).lower() in _OFF:
             raise BadRecordError("not_learned", f"`{key}` is {str(fields[key]).lower()}")
+    for key in _PICTURES:
+        if fields.get(key):
+            raise BadRecordError("wrong_type", f"`{key}` is not text, and only text is learned")
     if str(fields.get("weight", 1)).lower() not in _ON:
         raise BadRecordError("wrong_type", "the record has a weight other than 0 and 1")
     return fields
@@ -493,7 +499,9 @@ def _content(value: object, where: str) -> str:
             for part in value
         ]
         if not all(isinstance(text, str) for text in texts):
-            raise BadRecordError("wrong_type", f"{where} has parts that are not text")
+            other = next(text for text in texts if not isinstance(text, str))
+            kind = other.get("type") if isinstance(other, Mapping) else _kind(other)
+            raise BadRecordError("wrong_type", f"{where} has parts that are not text ({kind})")
         return "".join(texts)
     if not isinstance(value, str):
         raise _wrong_type(where, value, "a text")

@@ -18,12 +18,19 @@ from firstlight.models.family import FamilySpec
 from firstlight.models.gpt2 import GPT2, GPT2Config
 from firstlight.models.gpt_neox import GPTNeoX, GPTNeoXConfig
 from firstlight.models.gpt_oss import GptOss, GptOssConfig
+from firstlight.models.lfm2 import Lfm2, Lfm2Config
 from firstlight.models.llama import Llama
 from firstlight.models.llama_config import LlamaConfig
 from firstlight.models.llama_variants import VARIANTS
 from firstlight.models.mixtral import Mixtral, MoEConfig
 from firstlight.models.nanochat import NanoChat, NanoChatConfig
-from firstlight.models.qwen3_next import Qwen3Next, Qwen3NextConfig, Qwen35, Qwen35Config
+from firstlight.models.qwen3_next import (
+    Qwen3Next,
+    Qwen3NextConfig,
+    Qwen35,
+    Qwen35Config,
+    Qwen35MoEConfig,
+)
 
 __all__ = [
     "DEFAULT_FAMILY",
@@ -39,6 +46,8 @@ __all__ = [
     "GptOss",
     "GptOssConfig",
     "KVCache",
+    "Lfm2",
+    "Lfm2Config",
     "Llama",
     "LlamaConfig",
     "Mixtral",
@@ -51,6 +60,7 @@ __all__ = [
     "Qwen3NextConfig",
     "Qwen35",
     "Qwen35Config",
+    "Qwen35MoEConfig",
     "RaggedCache",
     "allocate",
     "build_model",
@@ -70,6 +80,8 @@ ModelConfig = (
     | DeepseekConfig
     | Qwen3NextConfig
     | Qwen35Config
+    | Qwen35MoEConfig
+    | Lfm2Config
 )
 
 
@@ -93,6 +105,8 @@ _CLASSES: tuple[tuple[type[ModelConfig], type[GPT2] | type[Llama]], ...] = (
     (DeepseekConfig, Deepseek),
     (Qwen3NextConfig, Qwen3Next),
     (Qwen35Config, Qwen35),
+    (Qwen35MoEConfig, Qwen35),
+    (Lfm2Config, Lfm2),
 )
 
 #: Families, keyed by the `model_type` in config.json.

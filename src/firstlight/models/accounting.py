@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from firstlight.models import Model, ModelConfig, build_model
+from firstlight.models.lfm2 import ShortConv
 from firstlight.models.llama import RMSNorm
 from firstlight.models.moe import Router
 from firstlight.models.ops import Embedding, SelfAttention
@@ -123,7 +124,7 @@ def _part_for(model: Model, name: str) -> str:
     # keys.
     if isinstance(modules[-1], nn.LayerNorm | RMSNorm):
         return "norm"
-    if any(isinstance(module, SelfAttention | GatedDeltaNet) for module in modules):
+    if any(isinstance(module, SelfAttention | GatedDeltaNet | ShortConv) for module in modules):
         return "attention"
     if "experts" in parts:
         return "experts"

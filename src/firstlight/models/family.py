@@ -102,8 +102,10 @@ class GGUFSpec:
         optional: keys of `numbers` and `counts` that can be None. In GGUF files, a missing number
             or a count of 0 represents None.
         layer: kind of the layers, which determines their tensors: "llama", "named" (the tensors
-            listed in `block`), "latent" (multi-head latent attention), "sinks" (attention sinks) or
-            "delta" (gated delta rule).
+            listed in `block`), "latent" (multi-head latent attention), "sinks" (attention sinks),
+            "conv" (short convolutions), "delta" (gated delta rule) or "tiled_delta" (gated delta
+            rule in which llama.cpp orders the value heads by their position in the group of a key
+            head).
         block: mapping from the GGUF name of a module in a layer to the name that the family uses.
             It is required for layers of the kind "named" and is empty for all other kinds. In
             "named" layers, all projections have biases, and one matrix computes queries, keys and
@@ -133,7 +135,7 @@ class GGUFSpec:
     numbers: Mapping[str, str] = field(default_factory=dict)
     counts: Mapping[str, str] = field(default_factory=dict)
     optional: tuple[str, ...] = ()
-    layer: Literal["llama", "named", "latent", "sinks", "delta"] = "llama"
+    layer: Literal["llama", "named", "latent", "sinks", "conv", "delta", "tiled_delta"] = "llama"
     block: Mapping[str, str] = field(default_factory=dict)
     head: Literal["", "written", "tied"] = ""
     has_windows: bool = False
@@ -143,6 +145,11 @@ class GGUFSpec:
     gating: Literal["softmax", "sigmoid"] = "softmax"
     inner_eps: float | None = None
     wide_scale_layers: int = 0
+
+    @property
+    def has_delta(self) -> bool:
+        """True if some layers have linear attention with a gated delta rule."""
+        return self.layer in ("delta", "tiled_delta")
 
 
 @dataclass(frozen=True)
@@ -238,6 +245,11 @@ class FamilySpec:
         has_mxfp4: True if the checkpoint files can store the experts in MXFP4.
         left_out: name prefixes of tensors in the checkpoint files that are ignored, because they
             are not part of the model.
+        composites: values of `model_type` of folders that contain a model of this family beside
+            other parts, such as an image encoder.
+        other_keys: keys of config.json that have no field in the config class, mapped to their
+            supported values; () if the value does not change the outputs.
+        requires_known_keys: True if a config.json with unknown keys is rejected.
         tokenizer_split: key in `SPLIT_PATTERNS`. It selects the pattern with which transformers
             splits text for all tokenizers of the family. None if transformers uses the pattern
             stored with the tokenizer.
@@ -269,6 +281,9 @@ class FamilySpec:
     has_buffers: bool = False
     has_mxfp4: bool = False
     left_out: tuple[str, ...] = ()
+    composites: tuple[str, ...] = ()
+    other_keys: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    requires_known_keys: bool = False
     tokenizer_split: str | None = None
 
     @property

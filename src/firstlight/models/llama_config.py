@@ -110,6 +110,9 @@ class DecoderConfig(FamilyConfig):
     final_logit_softcapping: float | None = Field(None, gt=0)
     """soft cap c of the logits z, which become c tanh(z / c); null disables the cap (gemma2,
     gemma3_text)."""
+    llama_4_scaling_beta: float | None = Field(None, gt=0)
+    """factor b of the growth of queries beyond the original context n of rope_scaling: the query at
+    position p is multiplied by 1 + b ln(1 + floor(p / n)); null disables it (ministral3)."""
     qk_layernorm: bool = False
     """normalise each query and key head with a separate LayerNorm (stablelm)."""
     use_parallel_residual: bool = False
@@ -216,6 +219,12 @@ class DecoderConfig(FamilyConfig):
             raise ValueError(
                 f"partial_rotary_factor {self.partial_rotary_factor} of head_dim {self.head_dim} "
                 "leaves fewer than two dimensions to rotate"
+            )
+        known = hasattr(scaling, "original_max_position_embeddings")
+        if self.llama_4_scaling_beta is not None and not known:
+            raise ValueError(
+                "llama_4_scaling_beta requires rope_scaling with original_max_position_embeddings: "
+                "set both, or neither"
             )
         check_rope(scaling, self.rotary_dim, self.rope_theta, nested=self.family.rope.nested)
 
@@ -349,7 +358,7 @@ class LlamaConfig(DecoderConfig):
 
     model_type: DenseType = "llama"
     """the model family: one of llama, mistral, qwen2, qwen3, granite, smollm3, phi3, olmo2, olmo3,
-    arcee, glm4, gemma2, gemma3_text, stablelm."""
+    arcee, glm4, gemma2, gemma3_text, stablelm, ministral3."""
 
 
 # Read and write config.json, in the formats of transformers 4 and 5
@@ -503,6 +512,8 @@ def _rope_from_json(
         raise ModelError(
             "partial_rotary_factor: this family does not support rotating only a part of each head"
         )
+    if "llama_4_scaling_beta" in spec.own_keys:
+        found["llama_4_scaling_beta"] = rope.get("llama_4_scaling_beta") or None
     scaling = (
         None if kind == "default" else _scaling_from_json(kind, rope, spec, config, values=values)
     )
@@ -547,6 +558,22 @@ def _scaling_from_json(
     return scaling
 
 
+def with_query_growth(
+    scaling: Mapping[str, Any] | None, beta: float | None, positions: int
+) -> dict[str, Any]:
+    """Return the rotary settings of a Ministral 3 model in config.json. transformers requires both
+    numbers of the growth of queries, even if they have no effect.
+
+    Args:
+        scaling: rotary settings without the growth of queries, or None.
+        beta: value of `llama_4_scaling_beta`.
+        positions: maximum number of positions of the model.
+    """
+    growth = {"llama_4_scaling_beta": beta or 0.0}
+    usual = {"rope_type": "default", "original_max_position_embeddings": positions}
+    return {**usual, **(scaling or {}), **growth}
+
+
 def config_json(
     spec: FamilySpec, model: DecoderConfig, values: Mapping[str, Any]
 ) -> dict[str, Any]:
@@ -579,6 +606,11 @@ def config_json(
     rope: dict[str, Any] = {"rope_theta": model.rope_theta, **(scaling or {"rope_type": "default"})}
     if "partial_rotary_factor" in own:
         rope["partial_rotary_factor"] = own["partial_rotary_factor"]
+    if "llama_4_scaling_beta" in own:
+        scaling = with_query_growth(
+            scaling, own.pop("llama_4_scaling_beta"), model.max_position_embeddings
+        )
+        rope |= scaling
     if spec.rope.original_positions and scaling:
         own["original_max_position_embeddings"] = scaling["original_max_position_embeddings"]
     if spec.rope.nested:

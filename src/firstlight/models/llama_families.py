@@ -96,6 +96,44 @@ DENSE: dict[str, FamilySpec] = {
         GGUFSpec("llama", rotates_pairs=True, rope_kinds=ALL_ROPE),
         own_keys=("sliding_window",),
         hf_defaults=hf_values(**SIZES_OF_MISTRAL, sliding_window=4096),
+        composites=("mistral3",),
+    ),
+    "ministral3": FamilySpec(
+        "Ministral3ForCausalLM",
+        GGUFSpec(
+            "mistral3",
+            rotates_pairs=True,
+            rope_kinds=YARN_ROPE,
+            fixed={"sliding_window": (None,)},
+            numbers={"llama_4_scaling_beta": "attention.temperature_scale"},
+            optional=("llama_4_scaling_beta",),
+        ),
+        own_keys=("sliding_window", "llama_4_scaling_beta"),
+        hf_defaults=hf_values(
+            **SIZES_OF_MISTRAL
+            | {
+                "vocab_size": 131072,
+                "num_hidden_layers": 34,
+                "head_dim": 128,
+                "max_position_embeddings": 262144,
+                "rms_norm_eps": 1e-5,
+            },
+        ),
+        rope=RopeSpec(
+            default={
+                "rope_type": "yarn",
+                "rope_theta": 1e6,
+                "factor": 16.0,
+                "original_max_position_embeddings": 16384,
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "mscale_all_dim": 1.0,
+                "mscale": 1.0,
+                "llama_4_scaling_beta": 0.1,
+            }
+        ),
+        requires_known_keys=True,
+        composites=("mistral3",),
     ),
     "qwen2": FamilySpec(
         "Qwen2ForCausalLM",
@@ -321,6 +359,8 @@ DENSE: dict[str, FamilySpec] = {
         full_attention_every=6,
         period_key="sliding_window_pattern",
         divides_width=True,
+        composites=("gemma3",),
+        other_keys={"attn_logit_softcapping": (None,)},
     ),
     "stablelm": FamilySpec(
         "StableLmForCausalLM",
@@ -365,6 +405,7 @@ LATER_KEYS: frozenset[str] = frozenset(
         "query_pre_attn_scalar",
         "attn_logit_softcapping",
         "final_logit_softcapping",
+        "llama_4_scaling_beta",
         "qk_layernorm",
         "use_parallel_residual",
     )

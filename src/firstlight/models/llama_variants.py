@@ -413,6 +413,33 @@ class StableLM(Llama):
     block_class = StableLMBlock
 
 
+# Ministral 3
+
+
+class Ministral3Attention(LlamaAttention):
+    """Attention whose queries grow with their position beyond the original context, which sharpens
+    the softmax over more tokens."""
+
+    def rotate(self, q_BHTD: Tensor, k_BKTD: Tensor, ropes: Ropes) -> tuple[Tensor, Tensor]:
+        """See `LlamaAttention.rotate`."""
+        q_BHTD, k_BKTD = super().rotate(q_BHTD, k_BKTD, ropes)
+        for growth, _ in ropes[1:]:
+            q_BHTD = q_BHTD * growth.to(q_BHTD.dtype)
+        return q_BHTD, k_BKTD
+
+
+class Ministral3Block(LlamaBlock):
+    """One layer of Ministral 3."""
+
+    attention_class = Ministral3Attention
+
+
+class Ministral3(Llama):
+    """A Ministral 3 language model."""
+
+    block_class = Ministral3Block
+
+
 #: Model classes of the `LlamaConfig` families that can't use `Llama` itself, keyed by `model_type`.
 VARIANTS: dict[str, type[Llama]] = {
     "granite": Granite,
@@ -425,4 +452,5 @@ VARIANTS: dict[str, type[Llama]] = {
     "gemma2": Gemma,
     "gemma3_text": Gemma,
     "stablelm": StableLM,
+    "ministral3": Ministral3,
 }

@@ -1,13 +1,14 @@
-"""Qwen3-Next (Qwen team 2025) and the text model of Qwen3.5 (Qwen team 2026). Three out of every
+"""Qwen3-Next (Qwen team 2025) and the text models of Qwen3.5 (Qwen team 2026). Three out of every
 four layers use linear attention with a gated delta rule.
 
 The state of a layer with linear attention is one matrix per head. For each token, the state is
 multiplied by a decay, and the value that it stores for the token's key is looked up. The state is
 then updated by the difference between the token's value and the looked-up value (Yang et al. 2024,
 "Gated Delta Networks", arXiv 2412.06464). Every fourth layer has full attention, with a gate on its
-output. In Qwen3-Next, all layers have routed experts and a shared expert for every token. In
-Qwen3.5, they have an MLP. Parameters have the same names as in Hugging Face's
-`Qwen3NextForCausalLM` and `Qwen3_5ForCausalLM`.
+output. In Qwen3-Next and the larger models of Qwen3.5, all layers have routed experts and a shared
+expert for every token. In the smaller models of Qwen3.5, they have an MLP. Parameters have the same
+names as in Hugging Face's `Qwen3NextForCausalLM`, `Qwen3_5ForCausalLM` and
+`Qwen3_5MoeForCausalLM`.
 
 Shape letters are defined in `models/ops.py` and `models/moe.py`. In layers with linear attention,
 these letters are used instead:
@@ -61,6 +62,69 @@ def _usual_types(layers: int, period: int) -> list[str]:
     """Return the kind of each layer in a model in which every `period`-th layer has full
     attention."""
     return [_LINEAR if (i + 1) % period else _FULL for i in range(layers)]
+
+
+#: Sizes of linear attention in GGUF files, keyed by config key.
+_GGUF_COUNTS = {
+    "linear_conv_kernel_dim": "ssm.conv_kernel",
+    "linear_key_head_dim": "ssm.state_size",
+    "linear_num_key_heads": "ssm.group_count",
+    "linear_num_value_heads": "ssm.time_step_rank",
+}
+_SHARED_COUNT = {"shared_expert_intermediate_size": "expert_shared_feed_forward_length"}
+
+
+def _family(
+    architecture: str, gguf: GGUFSpec, composites: tuple[str, ...] = (), **sizes: Any
+) -> FamilySpec:
+    """Return the specification of a family. `sizes` are default values of its config class."""
+    return FamilySpec(
+        architecture,
+        gguf,
+        own_keys=("attention_bias", "layer_types", "partial_rotary_factor"),
+        hf_defaults=hf_values(
+            num_attention_heads=16,
+            max_position_embeddings=32768,
+            head_dim=256,
+            linear_key_head_dim=128,
+            linear_value_head_dim=128,
+            linear_num_key_heads=16,
+            linear_num_value_heads=32,
+            **sizes,
+        ),
+        qk_norm="head",
+        norm_kind="one_plus",
+        rope=RopeSpec(partial_factor=0.25),
+        experts=QWEN_EXPERTS if "experts" in sizes else None,
+        # Layers for multi-token prediction (MTP). transformers does not load them either.
+        left_out=("mtp.",),
+        composites=composites,
+        requires_known_keys=gguf.architecture == "qwen35moe",
+        other_keys={
+            "attn_output_gate": (True,),
+            "full_attention_interval": (),
+            "mamba_ssm_dtype": ("float32",),
+            "mtp_num_hidden_layers": (),
+            "mtp_use_dedicated_embeddings": (),
+        },
+        # transformers reads the tokenizer of the dense text models as it is stored.
+        tokenizer_split="qwen3_5" if gguf.architecture == "qwen35moe" else None,
+    )
+
+
+def _gguf(architecture: str, layer: Literal["delta", "tiled_delta"], **more: Any) -> GGUFSpec:
+    """Return the GGUF specification of a family; with experts if it has `experts`."""
+    counts, fixed = _GGUF_COUNTS, {"attention_bias": (False,)}
+    if more.pop("experts", False):
+        counts, fixed = {**counts, **_SHARED_COUNT}, {**fixed, **GGUF_EXPERTS}
+    return GGUFSpec(
+        architecture,
+        rope_kinds=("default", "linear", "yarn"),
+        fixed=fixed,
+        counts=counts,
+        layer=layer,
+        inner_eps=1e-6,
+    )
 
 
 class DeltaConfig(DecoderConfig):
@@ -145,46 +209,17 @@ class Qwen3NextConfig(DeltaConfig, MoEConfig):
     """Configuration of a Qwen3-Next model."""
 
     families: ClassVar[Mapping[str, FamilySpec]] = {
-        "qwen3_next": FamilySpec(
+        "qwen3_next": _family(
             "Qwen3NextForCausalLM",
-            GGUFSpec(
-                "qwen3next",
-                rope_kinds=("default", "linear", "yarn"),
-                fixed={"attention_bias": (False,), **GGUF_EXPERTS},
-                counts={
-                    "linear_conv_kernel_dim": "ssm.conv_kernel",
-                    "linear_key_head_dim": "ssm.state_size",
-                    "linear_num_key_heads": "ssm.group_count",
-                    "linear_num_value_heads": "ssm.time_step_rank",
-                    "shared_expert_intermediate_size": "expert_shared_feed_forward_length",
-                },
-                layer="delta",
-                inner_eps=1e-6,
-            ),
-            own_keys=("attention_bias", "layer_types", "partial_rotary_factor"),
-            hf_defaults=hf_values(
-                vocab_size=151936,
-                hidden_size=2048,
-                intermediate_size=5632,
-                num_hidden_layers=48,
-                num_attention_heads=16,
-                num_key_value_heads=2,
-                max_position_embeddings=32768,
-                experts=(512, 10),
-                head_dim=256,
-                moe_intermediate_size=512,
-                shared_expert_intermediate_size=512,
-                linear_key_head_dim=128,
-                linear_value_head_dim=128,
-                linear_num_key_heads=16,
-                linear_num_value_heads=32,
-            ),
-            qk_norm="head",
-            norm_kind="one_plus",
-            rope=RopeSpec(partial_factor=0.25),
-            experts=QWEN_EXPERTS,
-            # Layers for multi-token prediction (MTP). transformers does not load them either.
-            left_out=("mtp.",),
+            _gguf("qwen3next", "delta", experts=True),
+            vocab_size=151936,
+            hidden_size=2048,
+            intermediate_size=5632,
+            num_hidden_layers=48,
+            num_key_value_heads=2,
+            experts=(512, 10),
+            moe_intermediate_size=512,
+            shared_expert_intermediate_size=512,
         )
     }
 
@@ -212,28 +247,15 @@ class Qwen35Config(DeltaConfig):
     """Configuration of the text model of a Qwen3.5 model without experts."""
 
     families: ClassVar[Mapping[str, FamilySpec]] = {
-        "qwen3_5_text": FamilySpec(
+        "qwen3_5_text": _family(
             "Qwen3_5ForCausalLM",
-            own_keys=("attention_bias", "layer_types", "partial_rotary_factor"),
-            hf_defaults=hf_values(
-                vocab_size=248320,
-                hidden_size=4096,
-                intermediate_size=12288,
-                num_hidden_layers=32,
-                num_attention_heads=16,
-                num_key_value_heads=4,
-                max_position_embeddings=32768,
-                head_dim=256,
-                linear_key_head_dim=128,
-                linear_value_head_dim=128,
-                linear_num_key_heads=16,
-                linear_num_value_heads=32,
-            ),
-            qk_norm="head",
-            norm_kind="one_plus",
-            rope=RopeSpec(partial_factor=0.25),
-            # Layers for multi-token prediction (MTP). transformers does not load them either.
-            left_out=("mtp.",),
+            _gguf("qwen35", "tiled_delta"),
+            composites=("qwen3_5",),
+            vocab_size=248320,
+            hidden_size=4096,
+            intermediate_size=12288,
+            num_hidden_layers=32,
+            num_key_value_heads=4,
         )
     }
 
@@ -241,11 +263,101 @@ class Qwen35Config(DeltaConfig):
     """"qwen3_5_text"."""
 
 
+class Qwen35MoEConfig(Qwen3NextConfig):
+    """Configuration of the text model of a Qwen3.5 model with experts."""
+
+    families: ClassVar[Mapping[str, FamilySpec]] = {
+        "qwen3_5_moe_text": _family(
+            "Qwen3_5MoeForCausalLM",
+            _gguf("qwen35moe", "tiled_delta", experts=True),
+            composites=("qwen3_5_moe",),
+            vocab_size=248320,
+            hidden_size=2048,
+            num_hidden_layers=40,
+            num_key_value_heads=2,
+            experts=(256, 8),
+            moe_intermediate_size=512,
+            shared_expert_intermediate_size=512,
+        )
+    }
+
+    model_type: Literal["qwen3_5_moe_text"] = "qwen3_5_moe_text"  # type: ignore[assignment]
+    """"qwen3_5_moe_text"."""
+
+    @model_validator(mode="after")
+    def _check_same_layers(self) -> Self:
+        if not self.norm_topk_prob or self.decoder_sparse_step != 1 or self.mlp_only_layers:
+            raise ValueError(
+                "qwen3_5_moe_text models have normalised routing weights and experts in every "
+                "layer: use model_type qwen3_next for other settings"
+            )
+        return self
+
+    def to_hf(self) -> dict[str, Any]:
+        """Return the Hugging Face `config.json` of this model."""
+        content = super().to_hf()
+        for name in ("norm_topk_prob", "decoder_sparse_step", "mlp_only_layers"):
+            del content[name]
+        return content
+
+
 class GatedRMSNorm(RMSNorm):
     """RMSNorm of a head's output [..., E], multiplied by the SiLU of a gate [..., E]."""
 
     def forward(self, x: Tensor, gate: Tensor) -> Tensor:  # type: ignore[override]
         return (super().forward(x) * F.silu(at_least_fp32(gate))).to(x.dtype)
+
+
+class CausalConv(nn.Conv1d):
+    """A causal convolution of each channel without a bias.
+
+    Args:
+        channels: number of channels, X.
+        width: width of the convolution in tokens, W.
+    """
+
+    def __init__(self, channels: int, width: int) -> None:
+        super().__init__(channels, channels, width, groups=channels, bias=False)
+
+    def convolve(
+        self, x_BTX: Tensor, before: Tensor | None, positions: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Apply the convolution.
+
+        Args:
+            x_BTX: inputs, [B, T, X].
+            before: inputs of the W - 1 tokens before these tokens, [B, W - 1, X]; None for zeros.
+            positions: position of each token in its document, int64 [B, T]; None for a single
+                document.
+
+        Returns:
+            The outputs [B, T, X], and the last inputs [B, W - 1, X], to be passed as `before` for
+            the next tokens.
+        """
+        B, T, X = x_BTX.shape
+        weight_XW = self.weight[:, 0]
+        earlier = weight_XW.shape[1] - 1
+        if before is None and positions is None:
+            # As in transformers, the result is longer than needed and is then truncated. SiLU would
+            # round the last elements differently in a row of exactly the required length.
+            weight_X1W = self.weight
+            y_BXT = F.conv1d(x_BTX.transpose(1, 2), weight_X1W, padding=earlier, groups=X)
+            last_BSX = F.pad(x_BTX[:, -earlier:], (0, 0, max(earlier - T, 0), 0))
+            return y_BXT[..., :T].transpose(1, 2), last_BSX
+        first = x_BTX.new_zeros(B, earlier, X) if before is None else before.to(x_BTX.dtype)
+        all_BSX = torch.cat((first, x_BTX), 1)
+        if positions is None:
+            y_BTX = self(all_BSX.transpose(1, 2)).transpose(1, 2)
+        else:
+            # The convolution is computed as a sum, because the first tokens of a document must not
+            # see inputs of the previous document.
+            y_BTX = at_least_fp32(x_BTX) * weight_XW[:, -1]
+            for back in range(1, earlier + 1):
+                seen_BTX = all_BSX[:, earlier - back : earlier - back + T]
+                seen_BTX = seen_BTX * (positions >= back)[..., None]
+                y_BTX = y_BTX + seen_BTX * weight_XW[:, -1 - back]
+        # The last W - 1 inputs are returned. If T is smaller, some of them are taken from `before`.
+        return y_BTX.to(x_BTX.dtype), all_BSX[:, T:]
 
 
 class GatedDeltaNet(nn.Module):
@@ -262,8 +374,7 @@ class GatedDeltaNet(nn.Module):
         self.head_sizes = [D, D, self.group * E, self.group * E]
         self.channels, self.value_dim = [G * D, G * D, H * E], E
         C, X = config.hidden_size, sum(self.channels)
-        width = config.linear_conv_kernel_dim
-        self.conv1d = nn.Conv1d(X, X, width, groups=X, bias=False)
+        self.conv1d = CausalConv(X, config.linear_conv_kernel_dim)
         self.add_projections(C, H)
         self.dt_bias = nn.Parameter(torch.empty(H))
         self.A_log = nn.Parameter(torch.empty(H))
@@ -305,7 +416,8 @@ class GatedDeltaNet(nn.Module):
         mixed_BTX, z, b_BTH, a_BTH = self.project(x_BTC)
         # A single convolution computes queries, keys and values, because each channel has its own
         # filter.
-        mixed_BTX, inputs = self.convolved(mixed_BTX, inputs, positions)
+        mixed_BTX, inputs = self.conv1d.convolve(mixed_BTX, inputs, positions)
+        mixed_BTX = F.silu(mixed_BTX)
         q, k, v = (part.view(heads) for part in torch.split(mixed_BTX, self.channels, -1))
         v_BTHE = v.reshape(B, T, -1, self.value_dim)
         # If each value head has its own key head, queries and keys are not copied. A copy would
@@ -337,45 +449,6 @@ class GatedDeltaNet(nn.Module):
         # output projection requires.
         rows, gates = (x.reshape(-1, self.value_dim) for x in (y_BTHE.to(mixed_BTX.dtype), z))
         return self.out_proj(self.norm(rows, gates).view(B, T, -1))  # type: ignore[no-any-return]
-
-    def convolved(
-        self, x_BTX: Tensor, before: Tensor | None, positions: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        """Apply a causal convolution to each channel, followed by SiLU.
-
-        Args:
-            x_BTX: inputs, [B, T, X].
-            before: inputs of the W - 1 tokens before these tokens, [B, W - 1, X]; None for zeros.
-            positions: position of each token in its document (see `forward`).
-
-        Returns:
-            The outputs [B, T, X], and the last inputs [B, W - 1, X], to be passed as `before` for
-            the next tokens.
-        """
-        B, T, X = x_BTX.shape
-        weight_XW = self.conv1d.weight[:, 0]
-        earlier = weight_XW.shape[1] - 1
-        if before is None and positions is None:
-            # As in transformers, the result is longer than needed and is then truncated. SiLU would
-            # round the last elements differently in a row of exactly the required length.
-            weight_X1W = self.conv1d.weight
-            y_BXT = F.conv1d(x_BTX.transpose(1, 2), weight_X1W, padding=earlier, groups=X)
-            last_BSX = F.pad(x_BTX[:, -earlier:], (0, 0, max(earlier - T, 0), 0))
-            return F.silu(y_BXT[..., :T].transpose(1, 2)), last_BSX
-        first = x_BTX.new_zeros(B, earlier, X) if before is None else before.to(x_BTX.dtype)
-        all_BSX = torch.cat((first, x_BTX), 1)
-        if positions is None:
-            y_BTX = self.conv1d(all_BSX.transpose(1, 2)).transpose(1, 2)
-        else:
-            # The convolution is computed as a sum, because the first tokens of a document must not
-            # see inputs of the previous document.
-            y_BTX = at_least_fp32(x_BTX) * weight_XW[:, -1]
-            for back in range(1, earlier + 1):
-                seen_BTX = all_BSX[:, earlier - back : earlier - back + T]
-                seen_BTX = seen_BTX * (positions >= back)[..., None]
-                y_BTX = y_BTX + seen_BTX * weight_XW[:, -1 - back]
-        # The last W - 1 inputs are returned. If T is smaller, some of them are taken from `before`.
-        return F.silu(y_BTX.to(x_BTX.dtype)), all_BSX[:, T:]
 
 
 class Qwen35DeltaNet(GatedDeltaNet):

@@ -374,7 +374,8 @@ class RotaryTables(nn.Module):
 
     def tables(self, positions: Tensor, length: int | Tensor) -> Ropes:
         """Compute the rotary tables in fp32. The result contains one pair (cos, sin), or two pairs
-        if layers with a sliding window have a separate base.
+        if layers with a sliding window have a separate base. If queries grow with their position,
+        the second pair contains twice the factor of each position, [T, 1] or [B, 1, T, 1].
 
         Args:
             positions: positions of the tokens, int64 [T] or [B, T].
@@ -390,6 +391,11 @@ class RotaryTables(nn.Module):
         magnitude = rope_magnitude(config.rope_scaling, config.max_position_embeddings)
         if magnitude != 1:
             tables = (tables[0] * magnitude, tables[1] * magnitude)
+        if config.llama_4_scaling_beta is not None:
+            original = config.rope_scaling.original_max_position_embeddings
+            growth = (1 + (positions // original).float()).log() * config.llama_4_scaling_beta + 1
+            growth = growth[..., None] if positions.dim() == 1 else growth[:, None, :, None]
+            return tables, (growth, growth)
         if config.rope_local_base_freq is None:
             return (tables,)
         return tables, rope_tables(self.local_frequencies, positions, torch.float32)

@@ -91,6 +91,11 @@ class EvaluationConfig(Section):
     on_start: bool = True
     """true also evaluates the losses before the first step, as step 0 of metrics.jsonl, unless
     every_steps is 0."""
+    patience: int = Field(0, ge=0)
+    """number of consecutive evaluations without a new lowest validation loss after which the run
+    ends as complete. The loss is the one by which checkpoint.keep_best keeps a checkpoint. 0 always
+    trains to the last step.
+    """
     max_rows: int = Field(256, ge=0)
     """number of rows of the validation split that are evaluated. The rows are spread evenly over
     the split. 0 evaluates all rows.
@@ -231,6 +236,22 @@ class Recipe(Section):
         """
         changed = getattr(self, section).model_copy(update=values)
         return self.model_copy(update={section: changed})
+
+    @model_validator(mode="after")
+    def _patience_keeps_best(self) -> Self:
+        config, checkpoint = self.evaluation, self.checkpoint
+        needed = {
+            "evaluation.every_steps": config.every_steps,
+            "checkpoint.every_steps": checkpoint.every_steps,
+            "checkpoint.keep_best": checkpoint.keep_best,
+        }
+        if config.patience and 0 in needed.values():
+            key = next(key for key, value in needed.items() if not value)
+            raise ValueError(
+                f"evaluation.patience {config.patience} ends a run after its best checkpoint, "
+                f"which needs {key} above 0: set it, or set patience to 0"
+            )
+        return self
 
     @model_validator(mode="after")
     def _falling_rate(self) -> Self:

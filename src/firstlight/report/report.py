@@ -652,6 +652,7 @@ _EVENTS = {
     "branched": ("resumed", "from {branched_from}, {time}"),
     "diverged": ("diverged", "{reason}"),
     "length": ("decision", "{max_steps:,} steps fit into {max_minutes} minutes"),
+    "early stop": ("decision", "no new lowest validation loss in {evaluations} evaluations"),
     "replay": ("decision", "share of kept text in the following rows: {share}"),
     "correction": (
         "decision",

@@ -268,7 +268,10 @@ class RunRecord:
 
     @property
     def max_steps(self) -> int | None:
-        """Planned number of steps of the run, or None if unknown."""
+        """Planned number of steps of the run, or None if unknown. For a run that
+        `evaluation.patience` ended, the number of steps that it has."""
+        if any(e["event"] == "early stop" and e["step"] == self.last_step for e in self.events):
+            return self.last_step
         return _max_steps(self.recipe, self.length, self.start)
 
     @property
@@ -312,6 +315,7 @@ _DESCRIBED_BY: Mapping[str, Mapping[str, tuple[type, ...]]] = {
     "length": {"max_steps": (int,), "max_minutes": (int, float)},
     "correction": {"max_steps": (int,), "before": (int,)},
     "replay": {"share": (int, float)},
+    "early stop": {"evaluations": (int,)},
 }
 
 

@@ -24,6 +24,7 @@ from firstlight.tokenizer.formats import (
     GPT2_PATTERN,
     LLAMA3_PATTERN,
     QWEN2_PATTERN,
+    QWEN35_PATTERN,
     SPLIT_PATTERNS,
     cut_long,
 )
@@ -35,6 +36,7 @@ __all__ = [
     "GPT2_PATTERN",
     "LLAMA3_PATTERN",
     "QWEN2_PATTERN",
+    "QWEN35_PATTERN",
     "SPLIT_PATTERNS",
     "TextStream",
     "Tokenizer",

@@ -52,8 +52,18 @@ LLAMA3_PATTERN = (
 #: Split pattern of Qwen2: like that of Llama 3, but numbers are split into single digits.
 QWEN2_PATTERN = LLAMA3_PATTERN.replace(r"\p{N}{1,3}", r"\p{N}")
 
+#: Split pattern of Qwen3.5: like that of Qwen2, but combining marks belong to words.
+QWEN35_PATTERN = QWEN2_PATTERN.replace(r"?\p{L}+", r"?[\p{L}\p{M}]+").replace(
+    r"[^\s\p{L}\p{N}]", r"[^\s\p{L}\p{M}\p{N}]"
+)
+
 #: Split patterns, keyed by name.
-SPLIT_PATTERNS = {"gpt2": GPT2_PATTERN, "llama3": LLAMA3_PATTERN, "qwen2": QWEN2_PATTERN}
+SPLIT_PATTERNS = {
+    "gpt2": GPT2_PATTERN,
+    "llama3": LLAMA3_PATTERN,
+    "qwen2": QWEN2_PATTERN,
+    "qwen3_5": QWEN35_PATTERN,
+}
 
 _LLAMA3_SPECIAL_TOKENS = (
     "<|begin_of_text|>",

@@ -32,6 +32,7 @@ from firstlight.training.state import (
 )
 from firstlight.training.time_budget import save_interval
 from firstlight.training.validation import evaluate_dataset
+from firstlight.weights.composite import text_tensors
 from firstlight.weights.huggingface import CONFIG_NAME, model_files
 from firstlight.weights.loading import file_tensors
 from firstlight.weights.stored import WEIGHTS_NAME, StoredTensor, read_header, save_tensors
@@ -250,6 +251,8 @@ def captured(run: Run) -> Checkpoint:
         found = engine.state_tensors(model, program.optimizer, tensors_of)
         randoms = {**states_of_ranks(engine), **words}
     files = model_files(model.config, run.tokenizer, run.generation, run.state.tokens_read)
+    if run.carried is not None:
+        files = run.carried.with_texts(files, model.config)
     if run.base is not None:
         assert recipe.lora is not None
         files |= adapter_files(model, recipe.lora, run.base.name)
@@ -283,6 +286,7 @@ def captured(run: Run) -> Checkpoint:
             **({} if run.budget is None else {"length": run.budget.record}),
         },
         is_copy=found.is_copy,
+        carried=run.carried,
     )
 
 
@@ -348,7 +352,9 @@ def mean_weights(checkpoints: Sequence[Saved]) -> dict[str, Tensor]:
     for saved in checkpoints:
         verify_checkpoint(saved.folder)
     try:
-        stored = [read_header(saved.folder / WEIGHTS_NAME) for saved in checkpoints]
+        stored = [
+            text_tensors(read_header(one.folder / WEIGHTS_NAME), one.folder) for one in checkpoints
+        ]
         return {name: StoredTensor.mean([one[name] for one in stored]) for name in stored[0]}
     except ModelError as error:
         raise CheckpointError(f"weights can't be averaged: {error}") from error
@@ -357,8 +363,12 @@ def mean_weights(checkpoints: Sequence[Saved]) -> dict[str, Tensor]:
 def _write(run: Run, average: dict[str, Tensor], record: dict[str, object]) -> None:
     run.require_folder()
     with new_folder(run.folder / AVERAGED_NAME, replace=True) as folder:
-        config, tokens = run.program.model.config, run.state.tokens_read
-        for name, text in model_files(config, run.tokenizer, run.generation, tokens).items():
+        config, tensors = run.program.model.config, average
+        files = model_files(config, run.tokenizer, run.generation, run.state.tokens_read)
+        if run.carried is not None:
+            files = run.carried.with_texts(files, config)
+            tensors = run.carried.with_tensors(average)
+        for name, text in files.items():
             (folder / name).write_text(text, encoding="utf-8")
-        save_tensors(average, folder / WEIGHTS_NAME)
+        save_tensors(tensors, folder / WEIGHTS_NAME)
         write_json(folder / _EVALUATION_NAME, record)

@@ -481,6 +481,8 @@ def _result(
     run.trackers.give_checkpoint(checkpoint_folder(run.folder, run.saved_step))
     elapsed = run.times.elapsed
     ended = on_main(run.engine, lambda: _reported(run))
+    if run.is_out_of_patience:
+        run.tell(f"best checkpoint: {ended['best_checkpoint']}")
     step_seconds, samples, rate = ended["medians"]
     tokens = (run.state.rows_seen - rows_before) * run.seq_len
     summary = RunSummary(

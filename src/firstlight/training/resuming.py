@@ -92,6 +92,7 @@ def take_up(run: Run, folder: Path) -> None:
     is_branch = folder.parent.parent.resolve() != run.folder.resolve()
     if is_branch:
         run.branch_from = folder
+        run.state.worse_evaluations = 0
     verb, left = ("branching off", "") if is_branch else ("resuming from", _left(run))
     run.tell(f"{verb} {folder} (step {run.state.step}){left}")
     # Show a warning rather than raise an error, because the checkpoint is compatible and the change
@@ -116,7 +117,10 @@ def take_up(run: Run, folder: Path) -> None:
             f"identical to an uninterrupted run (set OMP_NUM_THREADS={threads} to avoid this)"
         )
     if not run.goes_on:
-        run.tell(f"the run is complete: step {run.state.step} of {run.max_steps}")
+        why = f"step {run.state.step} of {run.max_steps}"
+        if run.is_out_of_patience:
+            why += "; to continue, raise evaluation.patience"
+        run.tell(f"the run is complete: {why}")
 
 
 def _left(run: Run) -> str:

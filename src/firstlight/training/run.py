@@ -50,6 +50,7 @@ from firstlight.training.time_budget import (
     save_interval,
 )
 from firstlight.training.trackers import Trackers
+from firstlight.weights.composite import Carried
 
 
 @dataclass(frozen=True)
@@ -105,6 +106,8 @@ class Run:
         budget: the time budget, or None for runs without one.
         generation: contents of the file generation_config.json of the model from which the run
             started.
+        carried: parts of the starting model's folder that each checkpoint contains; None if it
+            contained only a text model, or if only adapters are saved.
         chose_compiling: True if the user did not choose whether the run compiles; see `loop.train`.
         loader, logs, trackers, bar: data loader, log files, trackers and progress view; set by
             `open_run`.
@@ -140,6 +143,7 @@ class Run:
     budget: TimeBudget | None = None
     generation: Mapping[str, Any] = field(default_factory=dict)
     chose_compiling: bool = False
+    carried: Carried | None = None
 
     def __post_init__(self) -> None:
         recipe = self.recipe
@@ -195,10 +199,19 @@ class Run:
     @property
     def has_steps_left(self) -> bool:
         """True if the run has any steps left to run."""
-        return self.schedule.is_open or self.state.step < self.max_steps
+        is_before_end = self.schedule.is_open or self.state.step < self.max_steps
+        return is_before_end and not self.is_out_of_patience
+
+    @property
+    def is_out_of_patience(self) -> bool:
+        """True if the run ends because its validation loss no longer falls."""
+        patience = self.recipe.evaluation.patience
+        return 0 < patience <= self.state.worse_evaluations
 
     def is_last(self, step: int) -> bool:
         """Return True if a step is the last one of the run."""
+        if self.is_out_of_patience:
+            return step == self.state.step
         return step == self.max_steps and not self.schedule.is_open
 
     def is_due(self, every_steps: int) -> bool:

@@ -194,6 +194,16 @@ def _assembled(
         tell=tell,
     )
     recipe = first.recipe(recipe)
+    if recipe.evaluation.patience and validation is None:
+        raise ConfigError(
+            "evaluation.patience compares validation losses, but the data has no validation "
+            "split: prepare it with one, or set patience to 0"
+        )
+    if first.carried is not None and recipe.checkpoint.sharded:
+        raise ConfigError(
+            f"checkpoint.sharded does not support models with {', '.join(first.carried.parts)}: "
+            "set it to false"
+        )
     _require_rows(recipe, first.config, splits, (lambda _: None) if is_announced else tell)
     _require_fitting_prompts(recipe, first.config, tokenizer, answered=dataset.has_examples)
 
@@ -250,6 +260,7 @@ def _assembled(
         budget=budget,
         generation=first.generation,
         state=TrainState(initial_tokens=first.tokens),
+        carried=first.carried,
     )
     if newest is not None:
         take_up(run, newest)

@@ -49,6 +49,7 @@ from firstlight.parallel.engine import Engine
 from firstlight.recipe import Recipe, ResolvedRecipe
 from firstlight.tokenizer import Tokenizer
 from firstlight.training.processes import on_main
+from firstlight.weights.composite import Carried, read_carried
 from firstlight.weights.huggingface import (
     read_config,
     read_generation,
@@ -188,6 +189,7 @@ class FirstModel:
         adapter: values of the --init-from adapter that is trained further; empty for new adapters.
         generation: content of the model's generation_config.json.
         tokens: number of tokens that the --init-from model has read; None if it is unknown.
+        carried: parts of the model's folder that are written with each checkpoint, or None.
     """
 
     config: ModelConfig
@@ -197,6 +199,7 @@ class FirstModel:
     adapter: Mapping[str, Tensor] = field(default_factory=dict)
     generation: Mapping[str, Any] = field(default_factory=dict)
     tokens: int | None = 0
+    carried: Carried | None = None
 
     def recipe(self, recipe: Recipe) -> Recipe:
         """Return the recipe. If `base` has a `lora` section, it replaces the recipe's section."""
@@ -251,7 +254,8 @@ def first_model(
         )
     if newest is not None:
         config = _resumed_config(recipe, newest, tell)
-        return FirstModel(config, generation=read_generation([newest]))
+        carried = read_carried(newest, read_config(newest))
+        return FirstModel(config, generation=read_generation([newest]), carried=carried)
     if init_from is None:
         return FirstModel(_new_config(recipe, tokenizer, engine))
 
@@ -285,9 +289,27 @@ def first_model(
             {} if loaded.adapter is None else loaded.adapter.tensors,
             loaded.generation,
             tokens_read(folder),
+            _carried(chain[-1], recipe, tell),
         )
 
     return read_start(init_from, engine, starting)
+
+
+def _carried(folder: Path, recipe: Recipe, tell: Callable[[str], None]) -> Carried | None:
+    """Return the parts of the starting model's folder that are written with each checkpoint. A run
+    with `lora` does not write them, because its checkpoints refer to the base model."""
+    carried = read_carried(folder, read_config(folder))
+    if carried is None:
+        return None
+    parts = f"{', '.join(carried.parts)} in {folder}"
+    if recipe.lora is None:
+        tell(f"not trained, but written unchanged with each checkpoint: {parts}")
+        return carried
+    tell(
+        f"not trained: {parts}; to use the adapter in other programs, merge it with "
+        "`firstlight convert`"
+    )
+    return None
 
 
 def new_model(recipe: ResolvedRecipe, engine: Engine, *, has_weights: bool) -> Model:

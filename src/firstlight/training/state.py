@@ -200,6 +200,7 @@ class TrainState:
             kept text, the sum of the bits per byte of the new and the kept text; for preference
             pairs, of their loss and the kept text's bits per byte.
         best_val_loss: lowest `val_loss` measured after any step; None before the first one.
+        worse_evaluations: number of evaluations since `best_val_loss` was measured.
         kept_start: bits per byte of the kept text before the first step; None without kept text.
         replay: first row and share of kept text, once a run has chosen its share; None before.
         pending: metrics of the last step if they have not been written to the logs yet, for example
@@ -221,6 +222,7 @@ class TrainState:
     events: list[dict[str, Any]] = field(default_factory=list)
     kept_start: float | None = None
     replay: tuple[int, float] | None = None
+    worse_evaluations: int = 0
 
     @property
     def tokens_read(self) -> int | None:
@@ -325,12 +327,20 @@ def _saved_state(saved: Mapping[str, Any]) -> TrainState:
             events=list(saved.get("events", [])),
             kept_start=saved.get("kept_start"),
             replay=_share_from(saved.get("replay")),
+            worse_evaluations=saved.get("worse_evaluations", 0),
         )
     except KeyError as error:
         raise CheckpointError(f"trainer_state.json lacks {error}") from error
     except TypeError as error:
         raise CheckpointError(f"trainer_state.json is damaged: {error}") from error
-    counts = ["step", "tokens_seen", "rows_seen", "skipped_steps", "micro_batch_rows"]
+    counts = [
+        "step",
+        "tokens_seen",
+        "rows_seen",
+        "skipped_steps",
+        "micro_batch_rows",
+        "worse_evaluations",
+    ]
     counts += [] if state.initial_tokens is None else ["initial_tokens"]
     for name in counts:
         count = getattr(state, name)

@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from firstlight.console import counted
 from firstlight.data.corpus import FIRST_REPLAY_SHARE, REPLAY_SHARES, Corpus
 from firstlight.errors import DIVERGED_REMEDY, ModelError
 from firstlight.evaluation.perplexity import Evaluation, evaluate_split, evaluation_rows
@@ -84,6 +85,10 @@ def evaluate(run: Run, check: Callable[[], None]) -> None:
     if losses_due:
         with run.times.part("evaluation"):
             _validate(run, check)
+        if run.is_out_of_patience:  # Samples and tasks are then due as after any last step.
+            had_samples, (_, samples_due, tasks_due) = samples_due, evaluations_due(run)
+            if samples_due and not had_samples:
+                _write_samples(run, check)
     if tasks_due:
         with run.times.part("tasks"):
             _score(run, check)
@@ -190,9 +195,12 @@ def _take_validation(
         # Bits per byte are not defined for preference pairs.
         score = kept.bits_per_byte + (found.loss if preferred else found.bits_per_byte)
         rows = f"{rows}; kept text {kept.bits_per_byte:.4f} bits per byte"
+    is_repeated = state.val_loss is not None  # by a run that was stopped during its evaluations
     run.evaluation, state.val_loss = found, score
     if state.step:  # Step 0 is ignored, because an untrained model can't be the best checkpoint.
         state.best_val_loss = score if best is None else min(best, score)
+        if not is_repeated:
+            _count_patience(run, is_better=best is None or score < best)
     if best is not None and score > best:
         rows = f"{rows}, lowest {'sum ' if kept else ''}so far {best:.4f}"
     if preferred:
@@ -214,6 +222,19 @@ def _take_validation(
         "bits_per_byte": found.bits_per_byte,
         **{f"val/loss/{name}": one.loss for name, one in by_corpus.items()},
     }
+
+
+def _count_patience(run: Run, *, is_better: bool) -> None:
+    """Count the evaluations since the lowest loss, and record if they end the run."""
+    state = run.state
+    state.worse_evaluations = 0 if is_better else state.worse_evaluations + 1
+    if run.is_out_of_patience:
+        evaluations = state.worse_evaluations
+        run.add_event("early stop", state.step, evaluations=evaluations)
+        run.bar.message(
+            f"step {state.step}: no new lowest validation loss in "
+            f"{counted(evaluations, 'evaluation')}, so the run ends"
+        )
 
 
 #: Share of kept text in the rest of a run.

@@ -20,10 +20,11 @@ from firstlight.files.atomic import read_json_object
 from firstlight.models import FAMILIES, Model, ModelConfig, build_model
 from firstlight.tokenizer import SPLIT_PATTERNS, Tokenizer
 from firstlight.tokenizer.chat_labels import turn_end_ids
+from firstlight.weights.composite import CONFIG_NAME as CONFIG_NAME
+from firstlight.weights.composite import require_known_keys, text_content
 from firstlight.weights.loading import count_tensors
 from firstlight.weights.stored import stored_tensors
 
-CONFIG_NAME = "config.json"
 GENERATION_CONFIG_NAME = "generation_config.json"
 #: Key of config.json with the number of tokens that the model has read in all of its training.
 #: Transformers keeps keys that it does not know.
@@ -166,15 +167,20 @@ def config_from_hf(content: Mapping[str, Any], where: str) -> ModelConfig:
     Raises:
         ModelError: the config is damaged, or its family or quantisation is not supported.
     """
-    family = FAMILIES.get(str(content.get("model_type")))
     _require_plain(content, where)
+    content = text_content(content, where)
+    family = FAMILIES.get(str(content.get("model_type")))
     if family is None:
         classes = content.get("architectures")
         architecture = f" ({classes[0]})" if isinstance(classes, list) and classes else ""
+        composites = (name for one in FAMILIES.values() for name in one.spec.composites)
         raise ModelError(
             f"{where}: model_type '{content.get('model_type')}'{architecture} is not supported "
-            f"(supported: {', '.join(FAMILIES)})"
+            f"(supported: {', '.join(FAMILIES)}, and the text models of "
+            f"{', '.join(dict.fromkeys(composites))})"
         )
+    if family.spec.requires_known_keys:
+        require_known_keys(content, family, where)
     try:
         return family.config.from_hf(content)
     except ValidationError as error:
@@ -193,7 +199,7 @@ def eos_ids_of(folder: Path, tokenizer: Tokenizer | None) -> tuple[int, ...]:
     config.json or, failing that, from the tokenizer.
     """
     for name in (GENERATION_CONFIG_NAME, CONFIG_NAME):
-        if ends := end_ids(_read_optional(folder / name)):
+        if ends := end_ids(text_content(_read_optional(folder / name), str(folder / name))):
             return ends
     if tokenizer is not None and tokenizer.eos_token_id is not None:
         return (tokenizer.eos_token_id,)
@@ -298,7 +304,7 @@ def training_notes(folder: Path) -> list[str]:
     such as dropout.
     """
     path = folder / CONFIG_NAME
-    content = read_json_object(path, ModelError)
+    content = text_content(read_json_object(path, ModelError), str(path))
     family = FAMILIES.get(str(content.get("model_type")))
     # For GPT-2, resid_pdrop and embd_pdrop are not ignored, so they are not reported.
     applied = {} if family is None else family.config.model_fields
@@ -328,6 +334,6 @@ def export_notes(config: Mapping[str, Any], tokenizer: Tokenizer | None) -> list
         return []
     return [
         f"transformers 5 reads every tokenizer of a {config['model_type']} model with the split "
-        f"pattern of {split}, which gives different ids than this tokenizer: use model_type "
-        "qwen3 or llama"
+        f"pattern of {split}, which gives different ids than this tokenizer: use another "
+        "model_type, such as qwen3 or qwen3_moe"
     ]

@@ -34,6 +34,7 @@ from torch import Tensor, nn
 from firstlight.errors import ModelError
 from firstlight.models import Model, ModelConfig, allocate, padded_vocab_size
 from firstlight.models.family import ExpertNames
+from firstlight.weights.composite import text_tensors
 from firstlight.weights.stored import (
     FLOAT_FORMATS,
     AnyStored,
@@ -213,9 +214,10 @@ def fitting_tensors(model: Model, folder: Path) -> dict[str, AnyStored]:
     Raises:
         ModelError: the tensors do not match the model; see `load_weights`.
     """
-    stored: dict[str, AnyStored] = {**stored_tensors(folder)}
+    found = text_tensors(stored_tensors(folder), folder)
+    stored: dict[str, AnyStored] = {**found}
     if model.config.family.has_mxfp4:
-        stored = with_packed(stored_tensors(folder))
+        stored = with_packed(found)
     return require_fit(model, folder, stored)
 
 

@@ -132,6 +132,13 @@ def test_read_zip_reads_the_members_after_one_that_a_reader_fails_on(
     assert sorted(found) == [("a.eml, it is damaged (no index)", ""), ("b.txt", "B")]
 
 
+def test_read_zip_reads_the_members_after_damaged_compressed_xml(tmp_path: Path) -> None:
+    members = {"a.xml.gz": b"\x1f\x8b damaged", "b.txt": "B"}
+    found = list(read(_zip(tmp_path / "a.zip", members)))
+    assert ("b.txt", "B") in found
+    assert sorted(text for _, text in found) == ["", "B"]
+
+
 def test_read_zip_advice_does_not_name_the_temporary_folder(tmp_path: Path) -> None:
     content = "Der Bär läuft über die Brücke. " * 20
     ((place, text),) = read(_zip(tmp_path / "a.zip", {"b/a.txt": content.encode("cp1252")}))

@@ -226,6 +226,7 @@ _PICTURE = "Content-Type: image/png; name=a.png\nContent-Disposition: inline\n\n
             "A letter.",
         ),
         (_parts("alternative", f"{_PLAIN}A letter.", f"{_HTML}<b>A letter.</b>"), "A letter."),
+        (_parts("mixed", f"{_PLAIN}A letter.", f"{_HTML} "), "A letter."),
     ],
 )
 def test_read_mail_reads_every_part_that_a_person_sees(
@@ -271,6 +272,11 @@ def test_read_mail_in_an_unknown_encoding_is_rejected(tmp_path: Path) -> None:
     content = b"From: a@b.org\nContent-Type: text/plain; charset=x-mine\n\n"
     with pytest.raises(UnreadableDocument, match="the encoding of the mail is unknown"):
         _read(tmp_path / "a.eml", content + "Это".encode("cp1251"))
+    with pytest.raises(UnreadableDocument, match="encoding is unknown"):
+        _read(tmp_path / "b.eml", f"From: a@b.org\n{_HTML}<p>".encode() + "Это".encode("cp1251"))
+    parts = _parts("alternative", f"{_PLAIN}A letter.", f"{_HTML}<p>XXX").encode()
+    ((_, text),) = _read(tmp_path / "c.eml", parts.replace(b"XXX", "Это".encode("cp1251")))
+    assert text == "From: a@b.org\n\nA letter."
 
 
 def _mbox(*bodies: str) -> str:

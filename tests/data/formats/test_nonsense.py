@@ -41,7 +41,12 @@ _TEXTS = {
     "DNA": "".join(random.Random(0).choices("ACGT", k=4000)),
     "numbers": "\n".join(f"{n}\t{n * n}\t{n / 7:.4f}" for n in range(300)),
     "names": "Nguyễn Văn Út, Müller, Krzyżanowski, Ó Súilleabháin, Þórbjörn, Škvrňák, Ng, Hrdlička",
-    "a page about encodings": _ENGLISH + " Für and naïve — decoded wrongly, ü becomes Ã¼.",
+    "modes of a terminal": "cooked sane cread -ignbrk brkint -inlcr -igncr icrnl icanon iexten "
+    "echo echoe echok -echonl -noflsh",
+    "Gaelic": "seachdain bhliadhna bliadhnaichean bliadhna naoidh an-dràsta aon mh na seachd sia "
+    "trì an-diugh a-màireach dà an-dè",
+    "a page about encodings": _ENGLISH + " Für, Öl, für, größer, süß, Äpfel, Ähre, dünn, schön, "
+    "Maß, fünf: decoded wrongly, ü becomes Ã¼, ä becomes Ã¤, and ö becomes Ã¶ and é Ã©.",
 }
 _SHIFTED = "".join(chr(ord(c) + 1) if c.isalpha() else c for c in _ENGLISH)
 _REPLACED = ("its letters were replaced by others (", "--force-ocr IN OUT")
@@ -94,7 +99,13 @@ def test_characters_that_are_not_text_are_nonsense() -> None:
     private = "".join(chr(0xF000 + ord(c)) if c in "aeiou" else c for c in _ENGLISH)
     share = sum(c in "aeiou" for c in _ENGLISH) / len(_ENGLISH.replace(" ", ""))
     assert nonsense_in(private).startswith(f"{share:.0%} of its characters are not text: export")
-    assert nonsense_in(_ENGLISH.replace(".", " \uf0b7")) == ""
+    bullets = _ENGLISH.replace(",", " \uf0b7").replace(".", " \uf0b7")
+    assert bullets.count("\uf0b7") > 4
+    assert nonsense_in(bullets) == ""
+
+
+def test_few_strange_words_in_another_script_are_not_nonsense() -> None:
+    assert nonsense_in(_TEXTS["Chinese"] * 20 + _SHIFTED) == ""
 
 
 def test_document_of_nonsense_is_left_out_and_named(

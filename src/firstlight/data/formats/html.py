@@ -184,8 +184,8 @@ def _walk(node: Any, out: Paragraphs, page: int = 0, mark: str = "- ") -> None:
         return
     if tag in ("br", "hr"):
         out.add_break()
-    elif tag == "a" and (mark := _note_mark(node)) is not None:
-        out.add(mark)
+    elif tag == "a" and (note := _note_mark(node)) is not None:
+        out.add(note)
     elif tag == "pre":
         out.add_verbatim("".join(_verbatim(node)))
     elif tag != "table" or not _add_table(node, out, page):

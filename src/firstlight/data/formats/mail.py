@@ -20,7 +20,7 @@ from typing import IO, Any
 
 from firstlight.data.formats import UnreadableDocument
 from firstlight.data.opening import decoded, optional
-from firstlight.errors import FirstlightError, MissingDependencyError
+from firstlight.errors import FirstlightError
 
 #: A mail with more parts than this is left out, because no mail program writes it.
 _MOST_PARTS = 1000
@@ -214,14 +214,14 @@ def _bodies(parts: Iterable[Any], *, has_choice: bool) -> list[tuple[str, list[s
     """Return the text and the files of several parts. If they are alternatives, return the first of
     those that have at least half of the longest text, because the first may be only a notice."""
     bodies = []
-    missing = None
+    problem = None
     for part in parts:
         try:
             bodies.append(_body(part))
-        except MissingDependencyError as error:
-            missing = error
-    if missing and not (has_choice and any(text for text, _ in bodies)):
-        raise missing
+        except FirstlightError as error:
+            problem = error
+    if problem and not (has_choice and any(text for text, _ in bodies)):
+        raise problem
     if not has_choice or not bodies:
         return bodies
     sizes = [len(text) / (_NOTICE_WEIGHT if _NOTICE.fullmatch(text) else 1) for text, _ in bodies]
@@ -238,13 +238,11 @@ def _text_of_html(content: bytes, charset: str | None) -> str:
     """Return the text of an HTML mail, in which quotations are marked as in plain text."""
     optional("lxml", "reading HTML mails", "documents")
     html = importlib.import_module("firstlight.data.formats.html")
+    mark = b"<meta>"  # A page without any element can't be parsed.
     if charset is not None:  # It takes precedence over the charset that the page declares.
-        page = _decoded(content, charset)
-        content = b'<meta charset="utf-8">' + page.encode("utf-8", "replace")
-    try:
-        tree = html.parsed(content)
-    except UnreadableDocument:
-        return ""
+        mark = b'<meta charset="utf-8">'
+        content = _decoded(content, charset).encode("utf-8", "replace")
+    tree = html.parsed(mark + content)
     for node in reversed(list(tree.iter("*"))):
         if "display:none" in node.get("style", "").replace(" ", "").lower():
             node.clear(keep_tail=True)

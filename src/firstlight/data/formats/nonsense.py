@@ -26,9 +26,9 @@ _WORDS = re.compile(r"[a-z\u00df-\u00f6\u00f8-\u024f]+|[\u03ac-\u03ff]+|[\u0430-
 _FEWEST_PAIRS = 60
 #: Maximum share of found vowels that are written vowels. Text has 0.5 to 1.
 _LEAST_AGREEMENT = 0.4
-#: Correlations between being a vowel and following a vowel: maximum for the found vowels, minimum
-#: for the written vowels in a long text, and minimum difference. Text has -0.7 to -0.3 for both.
-_ALTERNATING, _NOT_ALTERNATING, _DIFFERENCE = -0.3, -0.28, 0.15
+#: Correlations between being a vowel and following a vowel: maximum for the found vowels, and
+#: minimum for the written vowels in a long text. Text has -0.7 to -0.3 for both.
+_ALTERNATING, _NOT_ALTERNATING = -0.3, -0.28
 #: Control characters, halves of characters, and characters for private use: minimum number and
 #: maximum share in the text.
 _STRANGE = re.compile(
@@ -41,7 +41,8 @@ _LATER = "[\x80-\xbfŒœŠšŸŽžƒˆ˜–—‘’‚“”„†‡•…‰�
 _GARBLED = re.compile(f"[Â-ß]{_LATER}|[à-ï]{_LATER}{{2}}|[ð-ô]{_LATER}{{3}}|[\x80-\x9f\ufffd]")
 #: Minimum number of garbled characters, and minimum shares of them in the text and in its
 #: characters outside of ASCII.
-_FEWEST_GARBLED, _GARBLED_OF_TEXT, _GARBLED_OF_OTHERS = 4, 0.002, 0.5
+_FEWEST_GARBLED = 4
+_GARBLED_OF_TEXT, _GARBLED_OF_OTHERS = 0.002, 0.5
 #: Minimum share of accented letters in text of another alphabet that was decoded as Latin.
 #: Vietnamese has 0.3.
 _ACCENTED = 0.5
@@ -106,7 +107,6 @@ def _has_replaced_letters(text: str, count: int) -> bool:
         and shown < _ALTERNATING
         # The second term is twice the standard error.
         and alternation > _NOT_ALTERNATING + 2 / total**0.5
-        and alternation > shown + _DIFFERENCE
     )
 
 

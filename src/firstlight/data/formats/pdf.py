@@ -59,9 +59,10 @@ _NUMBERS = re.compile(r"(\W*#){3}[\W#]*\Z")
 #: Maximum share of lines that begin with a small letter in poems, forms and tables.
 _LOWER = 0.15
 #: For text from right to left, as fractions of the font's size: minimum width of a space between
-#: words, of a space that PDFium found, too, and the shift of a mark. Numbers and Latin words in it
-#: run from left to right.
-_RTL_SPACE, _RTL_GAP, _MARK_SHIFT = 0.3, 0.05, 0.08
+#: words and of a space that PDFium found, too, and the shift of a mark. Numbers and Latin words in
+#: it run from left to right.
+_RTL_SPACE, _RTL_GAP = 0.3, 0.05
+_MARK_SHIFT = 0.08
 _SWAPPED = str.maketrans("()[]", ")(][")
 _LTR = re.compile(r"[0-9A-Za-z\u00c0-\u024f](?:[^\u0590-\u08ff]*[0-9A-Za-z\u00c0-\u024f])?")
 _SENTENCE_ENDS = (".", "!", "?", ":", "。", "！", "？", "؟", "”", '"')
@@ -174,7 +175,9 @@ def _lines(page: Any) -> list[_Line]:
         if found and _is_same(found[-1], line):
             last = found.pop()
             gap = (line.begin - last.end) / last.height
-            between = "\t" if gap > 2 else " " if gap > _WORD_GAP else ""
+            is_wide = _is_wide(last.text[-1:]) and _is_wide(line.text[:1])
+            least = _WIDE_SPACE if is_wide else _WORD_GAP
+            between = "\t" if gap > 2 else " " if gap > least else ""
             higher = last if last.height >= line.height else line
             content = last.text + between + line.text
             end = max(last.end, line.end)
@@ -227,7 +230,8 @@ def _rtl_pieces(page: Any, text: str) -> Iterator[_Line]:
     either order, and marks above letters apart from these. Therefore the characters of each line
     are put into the order of their positions."""
     rows: list[list[_Glyph]] = []
-    x, y, matrix = ctypes.c_double(), ctypes.c_double(), pdfium.FS_MATRIX()
+    x, y = ctypes.c_double(), ctypes.c_double()
+    matrix = pdfium.FS_MATRIX()
     words = 0
     for index, character in enumerate(text):
         words += character.isspace()
@@ -301,7 +305,8 @@ def _box(page: Any, index: int) -> Any:
 def _place(page: Any, index: int) -> tuple[float, float, float, float]:
     """Return where a character begins and ends in the direction of its line, its baseline, and the
     size of its font, in points. The heights of boxes are less regular: some end at the ink."""
-    x, y, matrix = ctypes.c_double(), ctypes.c_double(), pdfium.FS_MATRIX()
+    x, y = ctypes.c_double(), ctypes.c_double()
+    matrix = pdfium.FS_MATRIX()
     pdfium.FPDFText_GetCharOrigin(page, index, ctypes.byref(x), ctypes.byref(y))
     pdfium.FPDFText_GetMatrix(page, index, ctypes.byref(matrix))
     box = _box(page, index)
@@ -329,8 +334,7 @@ def _with_columns(page: Any, line: re.Match[str], height: float) -> str:
     for gap, (_, _, start, word) in zip(gaps, words[1:], strict=True):
         # All gaps are wide in a justified line with few words.
         is_column = gap > _COLUMN_GAP * height and (gap > 1.5 * min(gaps) or gap > 3 * height)
-        is_joined = _is_wide(content[-1]) and _is_wide(word[0]) and not is_column
-        is_joined = is_joined and gap < _WIDE_SPACE * height
+        is_joined = _is_wide(content[-1]) and _is_wide(word[0]) and gap < _WIDE_SPACE * height
         is_joined = is_joined and pdfium.FPDFText_IsGenerated(page, start - 1) == 1
         if is_column and not _MARK.match(content):
             content += "\t"

@@ -289,7 +289,9 @@ def _kept(partial: Path, limit: str) -> dict[str, Any]:
             if not line.endswith(b"\n"):
                 break
             place, text = json.loads(line)
-            documents, size, end = documents + 1, size + len(text.encode()), end + len(line)
+            documents += 1
+            size += len(text.encode())
+            end += len(line)
             last = max(last, place, key=_part_number) if text else last
             problems += [] if text else [place]
         file.truncate(end)

@@ -19,6 +19,7 @@ from torch import Tensor
 from firstlight.errors import ModelError
 from firstlight.models import FAMILIES
 from firstlight.models.family import ExpertNames, FamilySpec, GGUFSpec
+from firstlight.models.llama_config import with_query_growth
 from firstlight.models.rope import (
     LinearRope,
     Llama3Rope,
@@ -158,10 +159,8 @@ def add_model(writer: GGUFWriter, config: Mapping[str, Any], model: Any) -> None
         writer.add_uint32(f"{writer.arch}.{name}", getattr(model, key) or 0)
     if family.gguf.layer == "latent":
         _add_latent(writer, model)
-    if family.gguf.layer == "delta":
-        writer.add_ssm_inner_size(model.linear_num_value_heads * model.linear_value_head_dim)
-        kinds = [model.is_linear(layer) for layer in range(model.num_hidden_layers)]
-        writer.add_array(f"{writer.arch}.attention.recurrent_layers", kinds)
+    if family.gguf.has_delta:
+        _add_linear(writer, model)
     writer.add_string(KEPT, json.dumps(kept))
 
 
@@ -190,8 +189,9 @@ def generation_of(metadata: Mapping[str, Any]) -> dict[str, Any]:
     return content
 
 
-def _cached_sizes(model: Any) -> tuple[int, int, int]:
-    """Return the number of heads, the key size and the value size in llama.cpp's KV cache.
+def _cached_sizes(model: Any) -> tuple[int | list[int], int, int]:
+    """Return the number of heads, the key size and the value size in llama.cpp's KV cache. For
+    LFM2, there is one number of heads per layer, which is 0 for convolutions.
 
     With multi-head latent attention, llama.cpp caches a single head. The cached key consists of the
     KV latent and the rotated part of the key. The cached value is the KV latent.
@@ -199,7 +199,11 @@ def _cached_sizes(model: Any) -> tuple[int, int, int]:
     if model.family.gguf.layer == "latent":
         rank = model.kv_lora_rank
         return 1, rank + model.rotary_dim, rank
-    return model.num_key_value_heads, model.head_dim, model.head_dim
+    heads = model.num_key_value_heads
+    if model.family.gguf.layer == "conv":
+        layers = range(model.num_hidden_layers)
+        heads = [0 if model.is_conv(layer) else heads for layer in layers]
+    return heads, model.head_dim, model.head_dim
 
 
 def _add_rope_scaling(writer: GGUFWriter, model: Any) -> dict[str, Any]:
@@ -291,6 +295,16 @@ def _add_latent(writer: GGUFWriter, model: Any) -> None:
     if model.topk_group < model.n_group:
         writer.add_expert_group_count(model.n_group)
         writer.add_expert_group_used_count(model.topk_group)
+
+
+def _add_linear(writer: GGUFWriter, model: Any) -> None:
+    """Add the metadata entries for linear attention with a gated delta rule."""
+    if model.family.gguf.layer == "tiled_delta":
+        # llama.cpp requires the sections of positions in pictures, which are equal for text.
+        writer.add_rope_dimension_sections([11, 11, 10, 0])
+    writer.add_ssm_inner_size(model.linear_num_value_heads * model.linear_value_head_dim)
+    kinds = [model.is_linear(layer) for layer in range(model.num_hidden_layers)]
+    writer.add_array(f"{writer.arch}.attention.recurrent_layers", kinds)
 
 
 def _add_windows(writer: GGUFWriter, model: Any) -> None:
@@ -445,7 +459,9 @@ def _llama_config(values: _Values, kept: Mapping[str, Any], stored: Shapes) -> d
         "model_type": model_type,
         **sizes,
         "num_key_value_heads": (
-            heads if is_latent else values.whole("attention.head_count_kv", heads)
+            heads
+            if is_latent or family.gguf.layer == "conv"
+            else values.whole("attention.head_count_kv", heads)
         ),
         "head_dim": head_dim,
         family.activation_key: family.activation,
@@ -466,8 +482,10 @@ def _llama_config(values: _Values, kept: Mapping[str, Any], stored: Shapes) -> d
         config |= {key: value for key, value in expert_config.items() if key in fields}
     if is_latent:
         config |= _latent_config(values, rotary_dim)
-    if family.gguf.layer == "delta":
+    if family.gguf.has_delta:
         config |= _linear_config(values)
+    if family.gguf.layer == "conv":
+        config |= _conv_config(values)
     for key, name in family.gguf.counts.items():
         count = values.whole(name)
         config[key] = None if key in family.gguf.optional and count == 0 else count
@@ -503,6 +521,18 @@ def _linear_config(values: _Values) -> dict[str, Any]:
         "layer_types": [
             "linear_attention" if is_linear else "full_attention" for is_linear in kinds
         ],
+    }
+
+
+def _conv_config(values: _Values) -> dict[str, Any]:
+    """Return the config entries for LFM2's layers with convolutions."""
+    counts = values.get("attention.head_count_kv")
+    if not isinstance(counts, list) or not all(type(count) is int for count in counts):
+        raise ModelError(f"{values.architecture}.attention.head_count_kv is not a list of integers")
+    return {
+        "num_key_value_heads": max(counts, default=0),
+        "layer_types": ["full_attention" if count else "conv" for count in counts],
+        "block_auto_adjust_ff_dim": False,
     }
 
 
@@ -612,6 +642,9 @@ def _rope_config(
         raise ModelError(
             f"rope scaling {kind!r} is not supported (supported: linear, yarn and Llama 3's)"
         )
+    if "llama_4_scaling_beta" in family.own_keys:
+        beta, positions = config["llama_4_scaling_beta"], config["max_position_embeddings"]
+        scaling = with_query_growth(scaling, beta, positions)
     rope = {"rope_theta": theta, **(scaling or {"rope_type": "default"})}
     if "partial_rotary_factor" in family.own_keys:
         part = kept.get("partial_rotary_factor", rotary_dim / config["head_dim"])
@@ -776,7 +809,7 @@ def _wrong_layers(family: FamilySpec, model: Any) -> Iterator[str]:
     different result.
     """
     spec = family.gguf
-    if spec.layer == "delta":
+    if spec.has_delta:
         sizes = model.linear_key_head_dim, model.linear_value_head_dim
         if sizes[0] != sizes[1]:
             yield f"linear_value_head_dim {sizes[1]}: only linear_key_head_dim, {sizes[0]}"

@@ -98,6 +98,7 @@ class TensorRule:
             "_norm.weight",
             ".bias",
             "ssm_conv1d.weight",
+            "shortconv.conv.weight",
         )
         return len(self.gguf_shape) == 1 or self.gguf.endswith(small_tables)
 
@@ -175,7 +176,8 @@ def tensor_rules(model: Any) -> Iterator[TensorRule]:
         yield TensorRule("position_embd.weight", ("transformer.wpe.weight",), positions)
     for i in range(model.num_hidden_layers):
         yield from _layer_rules(model, i, f"blk.{i}.", f"{names.layers_name}.{i}.")
-    yield from _norm_rules(model, "output_norm", names.final_modules[0])
+    last_norm = "token_embd_norm" if model.family.gguf.layer == "conv" else "output_norm"
+    yield from _norm_rules(model, last_norm, names.final_modules[0])
     if not model.tie_word_embeddings:
         yield TensorRule("output.weight", (names.head_file_name,), table)
     elif model.family.gguf.head == "written":
@@ -200,12 +202,18 @@ def _layer_rules(model: Any, layer: int, theirs: str, ours: str) -> Iterator[Ten
         sinks = (f"{ours}self_attn.sinks",)
         yield TensorRule(f"{theirs}attn_sinks.weight", sinks, (model.num_attention_heads,))
         yield from _biased_expert_rules(model, theirs, f"{ours}mlp.")
-    elif kind == "delta":
+    elif kind == "conv":
+        yield from _conv_rules(model, layer, theirs, ours)
+    elif model.family.gguf.has_delta:
         yield from _two_norm_rules(model, theirs, ours, "post_attention_norm")
         if model.is_linear(layer):
-            yield from _delta_rules(model, theirs, f"{ours}linear_attn.")
+            rules = _delta_rules if kind == "delta" else _tiled_delta_rules
+            yield from rules(model, theirs, f"{ours}linear_attn.")
         else:
             yield from _attention_rules(model, theirs, f"{ours}self_attn.")
+        if not model.has_experts(layer):
+            yield from _mlp_rules(model, theirs, f"{ours}mlp.")
+            return
         yield from _shared_expert_rules(model, theirs, ours, "mlp.shared_expert.")
         gate, sizes = (f"{ours}mlp.shared_expert_gate.weight",), (1, model.hidden_size)
         yield TensorRule(f"{theirs}ffn_gate_inp_shexp.weight", gate, sizes, dropped=0)
@@ -282,7 +290,7 @@ def _attention_rules(model: Any, theirs: str, ours: str) -> Iterator[TensorRule]
         counts = {}
     # In Qwen3-Next, q_proj also computes a gate for the output of each head, so it has twice as
     # many rows.
-    wide = 2 if spec.gguf.layer == "delta" else 1
+    wide = 2 if spec.gguf.has_delta else 1
     for letter, heads in counts.items():
         change: Change = "rotary" if spec.gguf.rotates_pairs and letter != "v" else "none"
         for kind, rest in (("weight", (C,)), ("bias", ()))[: 2 if model.qkv_bias else 1]:
@@ -455,3 +463,73 @@ def _delta_rules(model: Any, theirs: str, ours: str) -> Iterator[TensorRule]:
         dropped = 1 if name == "conv1d.weight" else None
         yield TensorRule(theirs + word, (ours + name,), shape, dropped=dropped)
     yield TensorRule(f"{theirs}ssm_a", (f"{ours}A_log",), (H,), "negative_exp")
+
+
+def _tiled_delta_rules(model: Any, theirs: str, ours: str) -> Iterator[TensorRule]:
+    """Yield the rules for Qwen3.5's linear attention.
+
+    In the source, the value heads of the first key head come first, followed by those of the second
+    key head, and so on. In the file, the first value heads of all key heads come first, because
+    llama.cpp repeats the queries and keys of all key heads as a whole. Letters: see `_delta_rules`.
+    """
+    C = model.hidden_size
+    G, H = model.linear_num_key_heads, model.linear_num_value_heads
+    D, E = model.linear_key_head_dim, model.linear_value_head_dim
+    heads = torch.arange(H).view(G, -1).T.flatten()
+    values = (heads[:, None] * E + torch.arange(E)).flatten()
+    keys = 2 * G * D
+    mixed = torch.cat((torch.arange(keys), keys + values))
+    width = model.linear_conv_kernel_dim
+    parts: tuple[tuple[str, str, tuple[int, ...], Tensor, int], ...] = (
+        ("attn_qkv.weight", "in_proj_qkv.weight", (keys + H * E, C), mixed, 0),
+        ("attn_gate.weight", "in_proj_z.weight", (H * E, C), values, 0),
+        ("ssm_beta.weight", "in_proj_b.weight", (H, C), heads, 0),
+        ("ssm_alpha.weight", "in_proj_a.weight", (H, C), heads, 0),
+        ("ssm_conv1d.weight", "conv1d.weight", (keys + H * E, 1, width), mixed, 0),
+        ("ssm_dt.bias", "dt_bias", (H,), heads, 0),
+        ("ssm_a", "A_log", (H,), heads, 0),
+        ("ssm_out.weight", "out_proj.weight", (C, H * E), values, 1),
+    )
+    for word, name, shape, order, axis in parts:
+        yield TensorRule(
+            theirs + word,
+            (ours + name,),
+            shape,
+            "negative_exp" if name == "A_log" else "none",
+            taken=order.tolist(),
+            axis=axis,
+            dropped=1 if name == "conv1d.weight" else None,
+        )
+    yield TensorRule(f"{theirs}ssm_norm.weight", (f"{ours}norm.weight",), (E,))
+
+
+def _conv_rules(model: Any, layer: int, theirs: str, ours: str) -> Iterator[TensorRule]:
+    """Yield the rules for a layer of LFM2, which has a short convolution or attention."""
+    C, F, D = model.hidden_size, model.intermediate_size, model.head_dim
+    queries, keys = model.num_attention_heads * D, model.num_key_value_heads * D
+    parts: list[tuple[str, str, tuple[int, ...]]] = [
+        ("attn_norm", "operator_norm", (C,)),
+        ("ffn_norm", "ffn_norm", (C,)),
+        ("ffn_gate", "feed_forward.w1", (F, C)),
+        ("ffn_up", "feed_forward.w3", (F, C)),
+        ("ffn_down", "feed_forward.w2", (C, F)),
+    ]
+    if model.is_conv(layer):
+        parts += [
+            ("shortconv.in_proj", "conv.in_proj", (3 * C, C)),
+            ("shortconv.conv", "conv.conv", (C, 1, model.conv_L_cache)),
+            ("shortconv.out_proj", "conv.out_proj", (C, C)),
+        ]
+    else:
+        parts += [
+            ("attn_q", "self_attn.q_proj", (queries, C)),
+            ("attn_k", "self_attn.k_proj", (keys, C)),
+            ("attn_v", "self_attn.v_proj", (keys, C)),
+            ("attn_output", "self_attn.out_proj", (C, queries)),
+            ("attn_q_norm", "self_attn.q_layernorm", (D,)),
+            ("attn_k_norm", "self_attn.k_layernorm", (D,)),
+        ]
+    for word, name, sizes in parts:
+        dropped = 1 if len(sizes) == 3 else None
+        source = (f"{ours}{name}.weight",)
+        yield TensorRule(f"{theirs}{word}.weight", source, sizes, dropped=dropped)

@@ -23,7 +23,13 @@ import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
 from firstlight.errors import TokenizerError
-from firstlight.tokenizer import GPT2_PATTERN, LLAMA3_PATTERN, QWEN2_PATTERN, Tokenizer
+from firstlight.tokenizer import (
+    GPT2_PATTERN,
+    LLAMA3_PATTERN,
+    QWEN2_PATTERN,
+    QWEN35_PATTERN,
+    Tokenizer,
+)
 from firstlight.tokenizer.formats import sentencepiece_backend
 from firstlight.tokenizer.parts import byte_level_split, prepend_bos, require_short
 
@@ -113,13 +119,7 @@ PRE_TOKENIZERS = (
         "bailingmoe bailingmoe2 llada-moe",
         (QWEN2_PATTERN,),
     ),
-    PreTokenizer(
-        "qwen35",
-        (
-            rf"{_ENDINGS}|[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}\p{{M}}]+|\p{{N}}|"
-            r" ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
-        ),
-    ),
+    PreTokenizer("qwen35", (QWEN35_PATTERN,)),
     PreTokenizer(
         "smollm starcoder refact command-r codeshell exaone minerva-7b mellum2",
         (r"\p{N}", GPT2_PATTERN),
