@@ -49,6 +49,15 @@ _GROUPED: dict[str, dict[str, Any]] = {
     "qwen2": {"model_type": "qwen2", "tie_word_embeddings": True},
     "qwen3": {"model_type": "qwen3", "head_dim": 8},
     "mistral": {"model_type": "mistral", "sliding_window": 5},
+    "ministral3": {
+        "model_type": "ministral3",
+        "rope_scaling": {
+            "rope_type": "yarn",
+            "factor": 4.0,
+            "original_max_position_embeddings": 4,
+        },
+        "llama_4_scaling_beta": 0.5,
+    },
     "granite": {
         "model_type": "granite",
         "embedding_multiplier": 3.0,

@@ -66,7 +66,7 @@ def test_pipeline_two_stages_match_gradient_of_one_process() -> None:
         _case("biases", 2, dtype="float32", efficiency=methods),
         *(_case(family, 2) for family in ("smollm3", "phi3", "olmo3", "arcee", "glm4")),
         _case("gemma3_text", 2),
-        *(_case(family, 2) for family in ("stablelm", "gpt_neox", "nanochat")),
+        *(_case(family, 2) for family in ("stablelm", "gpt_neox", "nanochat", "ministral3")),
         _case("gemma2", 2, efficiency={"attention": "blockwise"}),
     ]
     _require_equal(cases, 2)

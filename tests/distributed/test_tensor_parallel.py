@@ -26,7 +26,7 @@ _DRIVER = Path(__file__).with_name("gradient_driver.py")
 
 _FAMILIES = ["grouped", "grouped-tied", "biases", "qwen2", "qwen3", "mistral", "granite"]
 _FAMILIES += ["smollm3", "arcee", "gemma3_text", "stablelm", "stablelm-parallel", "gpt_neox"]
-_FAMILIES += ["nanochat"]
+_FAMILIES += ["nanochat", "ministral3"]
 
 
 def _case(family: str, distributed: dict[str, Any], **more: Any) -> dict[str, Any]:

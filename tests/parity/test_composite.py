@@ -187,13 +187,17 @@ def test_text_model_is_read_and_trained_and_the_rest_is_written_back(
     assert (checkpoint / WEIGHTS_NAME).read_bytes() == weights
 
 
-@pytest.mark.parametrize("kind", ["gemma3", "qwen3_5_moe"])
+@pytest.mark.parametrize(
+    ("kind", "quantize"), [("gemma3", "none"), ("gemma3", "nf4"), ("qwen3_5_moe", "none")]
+)
 def test_adapter_is_merged_into_folder_with_tower(
-    kind: str, tmp_path: Path, tokenizer: Tokenizer, run: dict[str, Any]
+    kind: str, quantize: str, tmp_path: Path, tokenizer: Tokenizer, run: dict[str, Any]
 ) -> None:
+    if quantize == "nf4":
+        pytest.importorskip("bitsandbytes")
     folder = tmp_path / "source"
     composite(kind, folder, tokenizer)
-    run["lora"] = {"rank": 2}
+    run["lora"] = {"rank": 2, "quantize": quantize}
     checkpoint = train(run, init_from=folder).checkpoint
     assert not (checkpoint / "config.json").exists()
     convert(checkpoint, tmp_path / "merged", to="hf")

@@ -568,7 +568,15 @@ def test_training_checkpoint_is_transformers_model_folder(
     """Weights, config, tokenizer and end token load without conversion, and a resumed run stays
     bit-identical.
     """
-    shares = (LlamaConfig, MoEConfig, GptOssConfig, Qwen3NextConfig, Qwen35Config, Qwen35MoEConfig)
+    shares = (
+        LlamaConfig,
+        MoEConfig,
+        GptOssConfig,
+        Qwen3NextConfig,
+        Qwen35Config,
+        Qwen35MoEConfig,
+        Lfm2Config,
+    )
     if FAMILIES[family].config not in shares:
         recipe["model"].pop("num_key_value_heads")  # the other two share no file
     recipe["model"]["model_type"] = family

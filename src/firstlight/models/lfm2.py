@@ -273,7 +273,7 @@ class Lfm2(Llama):
     residual_projections = ("out_proj.", ".w2.")
     tensor_parallel_plan: ClassVar[Mapping[str, str]] = {}
 
-    make_masks = Qwen3Next.make_masks  # type: ignore[assignment]
+    make_masks = Qwen3Next.make_masks
 
     def add_decoder(self, rows: int) -> None:
         """See `Llama.add_decoder`."""
