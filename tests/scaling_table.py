@@ -170,7 +170,6 @@ WAYS = (
     Way("fsdp", 8),
     Way("fsdp, offload cpu", 8),
     Way("fsdp", 64),
-    Way("fsdp, offload cpu", 64),
 )
 
 
