@@ -611,8 +611,8 @@ MUTANTS = [
     Mutant(
         "asynchronous save writes a later state",
         "firstlight/checkpoint/saver.py",
-        "copy.deepcopy(checkpoint.trainer_state)\n        return",
-        "checkpoint.trainer_state\n        return",
+        "copy.deepcopy(checkpoint.trainer_state)\n        carried",
+        "checkpoint.trainer_state\n        carried",
         (_CHECKPOINTS + "asynchronous_save_holds_values_at_time_of_call",),
     ),
     Mutant(

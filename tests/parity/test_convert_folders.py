@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from builders import slow_but
 from firstlight.conversion.convert import convert
+from firstlight.models import FAMILIES
 
 #: Keys in folders of the hub that firstlight does not know.
 _UNKNOWN = {"quantum": {"spin": 0.5}, "nothing": None, "name": "früh", "big": 10**20}
@@ -29,7 +30,9 @@ def saved(folder: Path, family: str, seed: int, **options: Any) -> Any:
     model.save_pretrained(folder, **options)
     path = folder / "config.json"
     content = json.loads(path.read_text(encoding="utf-8"))
-    path.write_text(json.dumps({**content, **_UNKNOWN}, indent=1), encoding="utf-8")
+    if not FAMILIES[family].spec.requires_known_keys:
+        content |= _UNKNOWN
+    path.write_text(json.dumps(content, indent=1), encoding="utf-8")
     return model
 
 

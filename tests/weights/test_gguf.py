@@ -138,6 +138,7 @@ def _values_of_routed_families(
     groups = choose(({}, {"n_group": 4, "topk_group": 2}, {"n_group": 2, "topk_group": 2}))
     size = choose((8, 32))
     deepseek["head_dim"] = deepseek["qk_rope_head_dim"]
+    layers = choose((2, 3))
     delta = {
         "num_hidden_layers": choose((4, 5)),
         "rope_parameters": {**rope, "partial_rotary_factor": choose((0.5, 1.0))},
@@ -165,9 +166,9 @@ def _values_of_routed_families(
         "qwen3_next": {**delta, **routed},
         "qwen3_5_text": delta,
         "lfm2": {
-            "layer_types": ["conv", "full_attention"] * (values["num_hidden_layers"] // 2)
-            + ["full_attention"] * (values["num_hidden_layers"] % 2),
-            "head_dim": values["hidden_size"] // values["num_attention_heads"],
+            "layer_types": (["conv", "full_attention"] * layers)[:layers],
+            "num_hidden_layers": layers,
+            "head_dim": values.get("hidden_size", 0) // max(heads, 1),
             "conv_L_cache": choose((2, 3)),
             "block_auto_adjust_ff_dim": False,
         },
@@ -242,7 +243,7 @@ _ONE_PLUS = ("gemma2", "gemma3_text", "qwen3_next", "qwen3_5_text", "qwen3_5_moe
 #: Tensors stored in fp32 in every format.
 _ALWAYS_FP32 = (
     *("wpe.weight", ".gate.weight", "router.weight", "_proj_bias"),
-    *("conv1d.weight", "shared_expert_gate.weight"),
+    *("conv1d.weight", "conv.conv.weight", "shared_expert_gate.weight"),
 )
 
 
