@@ -60,6 +60,7 @@ class FileKind(NamedTuple):
         if self.name == COMPRESSED and path.suffix.lower() in self.endings.split():
             text = path.with_suffix("")  # The name may have a second suffix: paper.pdf.gz.
         names = {"file": path, "text": text, "folder": stem}
+        names["parent"] = path.parent
         names["lines"] = stem.with_name(f"{stem.name}.jsonl")
         remedy = self.remedy
         if count != 1:
@@ -100,7 +101,7 @@ _KINDS = (
     FileKind("a document in rich text format", _BY_READER, ".rtf"),
     FileKind(
         "a document in an older Office format",
-        f"{_TEXT_BY}soffice --headless --convert-to txt {{file}}",
+        f"{_TEXT_BY}soffice --headless --convert-to txt --outdir {{parent}} {{file}}",
         ".doc",
         rb"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1",
     ),
