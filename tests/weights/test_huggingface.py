@@ -389,8 +389,12 @@ def test_smollm3_layers_match_transformers(
             "attn_output_gate False is not supported: only True is",
         ),
         (
-            {"model_type": "qwen3_5_moe_text", "mlp_only_layers": [0]},
+            {"model_type": "qwen3_5_moe_text", "norm_topk_prob": False},
             "have normalised routing weights and experts in every layer",
+        ),
+        (
+            {"model_type": "qwen3_5", "text_config": {"mlp_only_layers": [0]}},
+            r"mlp_only_layers \[0\] is not supported: only \[\] is",
         ),
         ({"model_type": "lfm2", "layer_types": ["conv"] * 32}, "no layer has full_attention"),
         ({"model_type": "lfm2", "block_ff_dim": "x"}, "block_ff_dim can't be computed"),

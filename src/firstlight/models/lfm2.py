@@ -29,11 +29,11 @@ _FULL, _CONV = "full_attention", "conv"
 
 #: Keys of published config.json files that repeat other keys or only concern initialisation.
 _WITHOUT_EFFECT = (
-    *("block_dim", "block_mlp_init_scale", "block_norm_eps", "block_out_init_scale"),
-    *("block_use_xavier_init", "conv_dim", "conv_dim_out", "conv_use_xavier_init", "num_heads"),
-    *("theta", "full_attn_idxs", "tie_embedding", "block_ff_dim", "block_multiple_of"),
-    *("block_ffn_dim_multiplier", "block_auto_adjust_ff_dim", "model_max_length"),
-)
+    "block_dim block_mlp_init_scale block_norm_eps block_out_init_scale "
+    "block_use_xavier_init conv_dim conv_dim_out conv_use_xavier_init num_heads theta "
+    "full_attn_idxs tie_embedding block_ff_dim block_multiple_of block_ffn_dim_multiplier "
+    "block_auto_adjust_ff_dim model_max_length"
+).split()
 
 _LFM2 = FamilySpec(
     "Lfm2ForCausalLM",

@@ -104,6 +104,7 @@ def _family(
             "attn_output_gate": (True,),
             "full_attention_interval": (),
             "mamba_ssm_dtype": ("float32",),
+            "mlp_only_layers": ([], None),
             "mtp_num_hidden_layers": (),
             "mtp_use_dedicated_embeddings": (),
         },

@@ -36,22 +36,22 @@ _PROCESSOR_FILES = (
 #: Keys of a composite config.json that do not describe the text model.
 _OUTER_KEYS = frozenset(
     (
-        *("architectures", "model_type", "text_config", "vision_config", "tie_word_embeddings"),
-        *("dtype", "torch_dtype", "transformers_version", "initializer_range", "auto_map"),
-        *("mm_tokens_per_image", "projector_hidden_act", "multimodal_projector_bias"),
-        *("spatial_merge_size", "vision_feature_layer", "use_cache", "language_model_only"),
-        *("quantization_config", "quantization", "_name_or_path", "tokenizer_class"),
-    )
+        "architectures model_type text_config vision_config tie_word_embeddings dtype "
+        "torch_dtype transformers_version initializer_range auto_map mm_tokens_per_image "
+        "projector_hidden_act multimodal_projector_bias spatial_merge_size "
+        "vision_feature_layer use_cache language_model_only quantization_config quantization "
+        "_name_or_path tokenizer_class"
+    ).split()
 )
 #: Keys of every text config that do not change the outputs.
 _USUAL_KEYS = frozenset(
     (
-        *("architectures", "model_type", "dtype", "torch_dtype", "transformers_version"),
-        *("use_cache", "attention_dropout", "hidden_dropout", "auto_map", "_name_or_path"),
-        *("tie_word_embeddings", "output_router_logits", "cache_implementation", "pretraining_tp"),
-        *("use_bidirectional_attention", "router_jitter_noise", "_attn_implementation_autoset"),
-        *("quantization_config", "quantization", "tokenizer_class"),
-    )
+        "architectures model_type dtype torch_dtype transformers_version use_cache "
+        "attention_dropout hidden_dropout auto_map _name_or_path tie_word_embeddings "
+        "output_router_logits cache_implementation pretraining_tp use_bidirectional_attention "
+        "router_jitter_noise _attn_implementation_autoset quantization_config quantization "
+        "tokenizer_class"
+    ).split()
 )
 _TOKEN_ENDINGS = ("_token_id", "_token_index", "_token_ids")
 

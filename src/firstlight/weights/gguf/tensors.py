@@ -505,7 +505,9 @@ def _tiled_delta_rules(model: Any, theirs: str, ours: str) -> Iterator[TensorRul
 
 def _conv_rules(model: Any, layer: int, theirs: str, ours: str) -> Iterator[TensorRule]:
     """Yield the rules for a layer of LFM2, which has a short convolution or attention."""
-    C, F, D = model.hidden_size, model.intermediate_size, model.head_dim
+    C = model.hidden_size
+    F = model.intermediate_size
+    D = model.head_dim
     queries, keys = model.num_attention_heads * D, model.num_key_value_heads * D
     parts: list[tuple[str, str, tuple[int, ...]]] = [
         ("attn_norm", "operator_norm", (C,)),
