@@ -232,12 +232,11 @@ def test_prepare_archive_is_read_like_its_text(
     assert found[0] == found[1]
 
 
-def test_prepare_document_named_txt_is_to_be_renamed(
-    place: Path, capfd: pytest.CaptureFixture[str], files: dict[str, bytes]
-) -> None:
-    Path("letter.txt").write_bytes(files["letter.docx"])
-    message = failure(capfd, "prepare", "letter.txt", "--tokenizer", "tok", "--out", "o")
-    assert message.endswith("it is a Word document: rename it to end in .docx\n")
+def test_prepare_document_named_txt_is_read(place: Path) -> None:
+    Path("letter.txt").write_bytes(rb"{\rtf1\ansi A letter of {\b several} words.}")
+    assert main(["prepare", "letter.txt", "--tokenizer", "tok", "--out", "o"]) == 0
+    shown = json.loads(Path("o/manifest.json").read_text())["splits"]
+    assert sum(split["text_bytes"] for split in shown.values()) == len("A letter of several words.")
 
 
 # Without a verb
