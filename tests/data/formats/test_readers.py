@@ -481,16 +481,31 @@ def test_pdf_text_from_right_to_left_is_read_by_position(tmp_path: Path) -> None
     assert text == "سلام (سلام) ملًس؟"
 
 
+#: A font with Chinese characters.
+SONG = (
+    "<</Type/Font/Subtype/Type0/BaseFont/STSong-Light/Encoding/UniGB-UCS2-H/DescendantFonts["
+    "<</Type/Font/Subtype/CIDFontType0/BaseFont/STSong-Light/DW 1000/W[1[500] 34[500 500]]"
+    "/CIDSystemInfo<</Registry(Adobe)/Ordering(GB1)/Supplement 2>>>>]>>"
+)
+
+
 def test_pdf_chinese_text_has_no_spaces_of_justified_lines_and_whole_words(tmp_path: Path) -> None:
-    font = (
-        "<</Type/Font/Subtype/Type0/BaseFont/STSong-Light/Encoding/UniGB-UCS2-H/DescendantFonts["
-        "<</Type/Font/Subtype/CIDFontType0/BaseFont/STSong-Light/DW 1000/W[1[500] 34[500 500]]"
-        "/CIDSystemInfo<</Registry(Adobe)/Ordering(GB1)/Supplement 2>>>>]>>"
-    )
     lines = [
         (50, 500, "中文"), (73, 500, "中文"), (105, 500, "中文"), (125, 500, "Debia"),
         (50, 488, "n中文中文"), (50, 400, "Debian"),
     ]  # fmt: skip
     coded = [(x, y, text.encode("utf-16-be").decode("latin-1")) for x, y, text in lines]
-    [(_, text)] = pdf.read(write_pdf(tmp_path / "a.pdf", [coded], font))
+    [(_, text)] = pdf.read(write_pdf(tmp_path / "a.pdf", [coded], SONG))
     assert text == "中文中文 中文Debian中文中文\n\nDebian"
+
+
+def test_pdf_lines_of_scripts_without_capitals_are_no_verse(tmp_path: Path) -> None:
+    lines: list[tuple[int, int, str]] = []
+    for number in range(1, 8):
+        lines.append((50, 560 - 36 * number, f"{number}中文中文中文"))
+        lines += [(50, 548 - 36 * number, "中文")] if number < 5 else []
+    coded = [(x, y, text.encode("utf-16-be").decode("latin-1")) for x, y, text in lines]
+    [(_, text)] = pdf.read(write_pdf(tmp_path / "a.pdf", [coded], SONG))
+    assert text.split("\n\n") == [
+        f"{number}中文中文中文{'中文' if number < 5 else ''}" for number in range(1, 8)
+    ]

@@ -436,11 +436,10 @@ def _distances(lines: Iterable[_Line]) -> defaultdict[int, list[float]]:
 def _is_verse(lines: Sequence[_Line]) -> bool:
     """Return True if each line of a page begins with a capital letter or a number, as in poems,
     forms and tables."""
-    firsts = [line.text[0] for line in lines[1:] if line.text[0].swapcase() != line.text[0]]
-    firsts += ["0" for line in lines[1:] if line.text[0].isdigit()]
-    return len(firsts) > max(len(lines) / 2, 2) and sum(map(str.islower, firsts)) < _LOWER * len(
-        firsts
-    )
+    firsts = [line.text[0] for line in lines[1:] if line.text[0].isalnum()]
+    # Letters of scripts without capitals say nothing, so text of these scripts is joined.
+    small = sum(first.isalpha() and not first.isupper() for first in firsts)
+    return len(firsts) > max(len(lines) / 2, 2) and small < _LOWER * len(firsts)
 
 
 def _between(last: _Line, line: _Line, right: float, distance: float) -> str:

@@ -35,7 +35,7 @@ from firstlight.files.limits import LimitedProcess, LimitExceededError, allow_mo
 from firstlight.hardware.environment import usable_cpus
 
 #: Version of the readers. It is increased when any of them returns different text.
-_VERSION = 5
+_VERSION = 6
 #: Limits for a file: memory in bytes, CPU time in seconds, and CPU time for each further MB of the
 #: file, which may be compressed, and of its text.
 _MEMORY = 300 << 20
