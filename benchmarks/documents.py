@@ -138,7 +138,7 @@ def source_of(file: Path, characters: int) -> Source:
     footnotes made of its words.
 
     Raises:
-        ConfigError: there is no language in the file's name, or no prose in the file.
+        ConfigError: the file's name does not contain a language, or the file contains no prose.
     """
     parts = file.name.partition(".txt")[0].rsplit(".", 1)
     if len(parts) != 2:
@@ -154,7 +154,8 @@ def source_of(file: Path, characters: int) -> Source:
             size += len(paragraph)
     if not found:
         raise ConfigError(f"{file}: no paragraph of prose, separated by blank lines")
-    blocks, texts, notes = [], [], []
+    blocks, texts = [], []
+    notes = []
     for number, paragraph in enumerate(found):
         start, end = paragraph[:24].strip(), paragraph[-24:].strip()
         marked = _escaped(paragraph)
@@ -412,7 +413,7 @@ def bench_documents(options: DocumentsBench) -> dict[str, Any]:
     """Read all documents that are not in results.jsonl, and return {"machine", "runs"}.
 
     Raises:
-        ConfigError: there is no manual in the folder of sources, or one can't be used.
+        ConfigError: the folder of sources contains no manual, or a manual can't be used.
     """
     sources = sorted(Path(options.sources).glob("*.txt*"))
     if not sources:

@@ -364,7 +364,7 @@ def _held_out(models: Collection[LoadedModel]) -> dict[str, str]:
     which folders do not exist any more.
 
     Raises:
-        ConfigError: there is no folder with validation text.
+        ConfigError: neither model has a folder with validation text.
     """
     found: dict[str, str] = {}
     gone: dict[str, None] = {}

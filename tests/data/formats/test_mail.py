@@ -349,7 +349,7 @@ def test_read_footer_of_a_mailing_list_is_kept_once(tmp_path: Path) -> None:
 
 def test_read_mail_without_text_of_its_own_is_left_out(tmp_path: Path) -> None:
     found = _read(tmp_path / "a.mbox", _mbox("\nOne.", "\n> One.", f"{_HTML}<img src=a>", "\nTwo."))
-    problem = "the mail has no text of its own"
+    problem = "the mail contains no text, or only quotations of earlier mails"
     assert [text or place for place, text in found] == [
         "Date: Mon, 01 Mar 2021 10:00:00 +0000\n\nOne.",
         f"message 2: {problem}",

@@ -185,7 +185,7 @@ def _documents(file: Path, seen: set[int]) -> Iterator[tuple[str, str]]:
 
     Args:
         file: the member.
-        seen: what was read before; see `registry.Format`.
+        seen: hashes of the text that was read before (see `registry.Format`).
     """
     # The reader is called directly, because this process already has limits.
     try:

@@ -77,7 +77,7 @@ def is_mail(head: bytes) -> bool:
 
 def _fields(head: bytes) -> set[bytes]:
     """Return the names of the fields in the header at the beginning of a file, or an empty set if
-    there is no header."""
+    the file does not begin with a header."""
     lines = head.replace(b"\r\n", b"\n").partition(b"\n\n")[0].splitlines()
     matches = [_FIELD.match(line) for line in lines]
     return {((one and one[1]) or b"").lower() for one in matches} if all(matches) else set()
@@ -108,7 +108,7 @@ def read(path: Path, seen: set[int] | None = None) -> Iterator[tuple[str, str]]:
         seen: hashes of the sentences of earlier mails, to which those of the file are added.
 
     Raises:
-        UnreadableDocument: the file is not a mail, or a file with one mail has no text of its own.
+        UnreadableDocument: the file is not a mail, or its only mail contains no new text.
     """
     seen = set() if seen is None else seen
     with path.open("rb") as file:
@@ -172,7 +172,7 @@ def _document(content: bytes, seen: set[int]) -> tuple[str, str]:
     except (LookupError, ValueError, TypeError, AttributeError, RecursionError) as error:
         raise UnreadableDocument("the mail is malformed") from error
     if not (body := _without_repeats(body, seen)):
-        raise UnreadableDocument("the mail has no text of its own")
+        raise UnreadableDocument("the mail contains no text, or only quotations of earlier mails")
     notes = "\n".join(f"[attachment: {name}]" for name in files)
     text = "\n\n".join(part for part in (head, body, notes) if part)
     return f"{date:%Y-%m-%d}" if date else "", text

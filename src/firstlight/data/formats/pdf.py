@@ -274,7 +274,7 @@ def _rtl_line(glyphs: Sequence[_Glyph]) -> _Line:
     parts = []
     left, word = glyphs[0].right, glyphs[0].word
     for glyph in glyphs:
-        # PDFium also finds spaces inside of words, after marks, where there is no gap.
+        # PDFium also reports spaces inside words, after marks. The letters there have no gap.
         is_space = left - glyph.right > _RTL_SPACE * glyph.size
         is_space |= glyph.word != word and left - glyph.right > _RTL_GAP * glyph.size
         text = glyph.text if glyph.text < "\ufb50" else unicodedata.normalize("NFKC", glyph.text)

@@ -165,7 +165,7 @@ def _described(paths: Sequence[Path]) -> str:
         if not summary["bytes"]:
             continue
         files[found.name] += 1
-        # A mail that is a file of its own counts like a mail in an mbox file.
+        # An .eml file counts as one message, like a mail in an mbox file.
         parts[found.name] += _part_number(summary["last"]) or summary["documents"]
         if (last := _LAST_PART.match(summary["last"])) is not None:
             units[found.name] = last[1]
